@@ -1,0 +1,131 @@
+"""What the operating system says and does about memory: tmpfs, cgroup, prefaulting."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Final, NamedTuple
+
+from flashpoint.checksums import Bytes
+
+PREFAULT_BYTES: Final = (
+    32 << 20
+)  # per call: the kernel blocks this process's mmap calls for about 10 ms of it
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14, include/uapi/asm-generic/mman-common.h
+_MADV_POPULATE_READ: Final = 22
+_TMPFS_SHARE: Final = 0.95  # of a tmpfs that we plan with: manifests and other files live there too
+
+_libc = ctypes.CDLL(None, use_errno=True)  # calls through ctypes release the GIL, mmap.madvise does not
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class FileSystem(NamedTuple):
+    """The file system under a path; sizes in bytes."""
+
+    is_tmpfs: bool
+    kind: str
+    total_bytes: int
+    free_bytes: int
+    mount_point: str
+
+
+def file_system(path: str) -> FileSystem:
+    """The file system that ``path`` lies on, which must exist."""
+    usage = os.statvfs(path)
+    mount_point, kind = _mount(path)
+    return FileSystem(
+        is_tmpfs=kind in ("tmpfs", "ramfs", "hugetlbfs"),
+        kind=kind,
+        total_bytes=usage.f_blocks * usage.f_frsize,
+        free_bytes=usage.f_bavail * usage.f_frsize,
+        mount_point=mount_point,
+    )
+
+
+def _mount(path: str) -> tuple[str, str]:
+    """(mount point, type) of the mount that holds ``path``."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+            for line in mounts:  # format: proc(5), /proc/pid/mountinfo
+                before, _, after = line.partition(" - ")
+                fields = before.split(" ")
+                if fields[2] == wanted:
+                    return fields[4], after.split(" ")[0]
+    except OSError:
+        pass  # no /proc: report what we know
+    return path, "unknown"
+
+
+def default_memory_limit(path: str) -> int:
+    """Bytes the job root at ``path`` may hold: most of the tmpfs, less where the cgroup allows less."""
+    limit = int(file_system(path).total_bytes * _TMPFS_SHARE)
+    cgroup = cgroup_memory_limit()
+    return limit if cgroup is None else min(limit, int(cgroup * _TMPFS_SHARE))
+
+
+def cgroup_memory_limit() -> int | None:
+    """The memory limit of this process's cgroup in bytes (v2 or v1), or None where there is none."""
+    limits = []
+    for path in _cgroup_files():
+        try:
+            with open(path, encoding="ascii") as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 1 << 60:  # v1 writes "no limit" as a huge number
+            limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _cgroup_files() -> list[str]:
+    try:
+        with open("/proc/self/cgroup", encoding="ascii", errors="replace") as file:
+            lines = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        return []
+    files = []
+    for _, controllers, group in (line for line in lines if len(line) == 3):
+        if controllers == "":
+            base, name = "/sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = "/sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        parts = [part for part in group.split("/") if part]
+        files += ["/".join([base, *parts[:depth], name]) for depth in range(len(parts), -1, -1)]
+    return files
+
+
+def prefault(data: Bytes, begin: int, end: int) -> None:
+    """Touch the pages of ``data[begin:end]`` for writing, keeping their contents; releases the GIL.
+
+    Contents are only kept where the kernel has MADV_POPULATE_WRITE (5.14); before that the pages are
+    zeroed by touching, so call it for buffers that hold nothing yet.
+    """
+    if not _populate(data, begin, end, _MADV_POPULATE_WRITE):
+        data[begin : end : mmap.PAGESIZE] = 0
+
+
+def prefault_read(data: Bytes, begin: int, end: int) -> None:
+    """Map the pages of ``data[begin:end]`` for reading, where the kernel can; releases the GIL."""
+    _populate(data, begin, end, _MADV_POPULATE_READ)
+
+
+def _populate(data: Bytes, begin: int, end: int, advice: int) -> bool:
+    if end <= begin:
+        return True
+    address = data.ctypes.data + begin
+    aligned = address & -mmap.PAGESIZE
+    return bool(_libc.madvise(aligned, end - begin + address - aligned, advice) == 0)
+
+
+def human_bytes(nbytes: float) -> str:
+    """``3328599655`` -> ``3.1 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
