@@ -1,0 +1,558 @@
+"""A job's checkpoints on one rank: `init` opens them, the `Flashpoint` saves and recovers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from flashpoint.buffers import BufferObject
+from flashpoint.config import FlashpointConfig
+from flashpoint.errors import (
+    CheckpointExistsError,
+    DeadlineError,
+    FlashpointError,
+    NoSpaceError,
+    SaveError,
+    reason_of,
+)
+from flashpoint.handle import SaveHandle
+from flashpoint.ids import CheckpointContainerId
+from flashpoint.job import Job, open_job, raise_any
+from flashpoint.layout import plan_layout
+from flashpoint.loader import MLFlashpointCheckpointLoader
+from flashpoint.memory import human_bytes
+from flashpoint.retention import NOTHING, Version
+from flashpoint.retrieval import Need
+from flashpoint.saver import MLFlashpointCheckpointSaver, PendingCheckpoint
+from flashpoint.telemetry import Timings, count, logger
+from flashpoint.view import CheckpointView
+from flashpoint_torch.coordinator import default_coordinator
+from flashpoint_torch.plan import Extras, PlanCache
+from flashpoint_torch.planned import planned_state
+from flashpoint_torch.reader import FlashpointReader
+from flashpoint_torch.restore import Restore
+from flashpoint_torch.staging import page_lock, stage_into, views_of
+from flashpoint_torch.tree import resolve_stateful
+from flashpoint_torch.writer import FlashpointWriter, write_blobs
+
+WRITER_NAME = f"flashpoint_torch, torch {torch.__version__}"
+"""What a manifest says wrote it."""
+
+# Failures of the machine, not of the caller: a save that meets one is skipped, and training goes on.
+DEGRADES = (NoSpaceError, SaveError, DeadlineError, OSError)
+
+Fallback = str | os.PathLike[str] | Callable[[Mapping[str, Any]], int | None]
+"""The path of a checkpoint that ``dcp.load`` reads, or what fills a state and returns its step."""
+
+
+@dataclass(frozen=True)
+class RecoverResult:
+    """What `Flashpoint.recover` loaded.
+
+    Attributes:
+        step: of the version.
+        tier: where it was: ``local`` memory; memory of a ``peer``, for some node at least; or long-term
+            ``storage``, by the fallback.
+        seconds: from the call to its return.
+        nbytes: of tensors that this rank loaded; 0 from storage.
+        timings: seconds by part: ``find`` (agree, fetch and verify), ``fill`` (copy).
+    """
+
+    step: int | None
+    tier: str
+    seconds: float
+    nbytes: int
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class VersionStatus:
+    """How one version stands.
+
+    Attributes:
+        state: ``complete`` (on every node); ``replicated`` (its goal is met); ``unproven`` (it lies here, and
+            this start of the job does not know more).
+        holders: object name -> indexes of the nodes known to hold it.
+    """
+
+    step: int
+    epoch: int
+    state: str
+    holders: Mapping[str, tuple[int, ...]]
+
+
+def init(job_root: str | os.PathLike[str], **settings: Any) -> Flashpoint:
+    """Open a job's checkpoints: on every rank, after ``init_process_group`` where there are several.
+
+    Cleans up what a crash of the job left unfinished.
+
+    Args:
+        job_root: absolute path of a folder on a tmpfs; it keeps its name when the job restarts.
+        settings: fields of `flashpoint.FlashpointConfig`, such as ``keep``, ``strict``,
+            ``memory_limit_bytes``; what is not given comes from ``FLASHPOINT_*`` variables.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        FlashpointError: a rank cannot use the job root; the message names it.
+    """
+    config = FlashpointConfig.from_env(**settings)
+    coordinator, prefix = default_coordinator()
+    leader_host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    return Flashpoint(open_job(job_root, config, coordinator, leader_host=leader_host), prefix=prefix)
+
+
+class Flashpoint:
+    """A job's checkpoints on one rank; made by `init`. Every rank makes the same calls in the same order.
+
+    Attributes:
+        job_root: where they lie.
+        config: the settings in force.
+        epoch: how often the job was started, this time included.
+    """
+
+    def __init__(self, job: Job, *, prefix: str = "flashpoint") -> None:
+        objects, coordinator = job.objects, job.coordinator
+        self.job_root = objects.job_root
+        self.config: FlashpointConfig = objects.config
+        self.epoch = job.epoch
+        self._objects = objects
+        self._coordinator = coordinator
+        self._replication = job.replication
+        self._prefix = prefix
+        self._saver = MLFlashpointCheckpointSaver(
+            objects,
+            coordinator,
+            epoch=job.epoch,
+            writer=WRITER_NAME,
+            node_ranks=job.node_ranks,
+            gives_up=job.replication is None,
+        )
+        self._loader = MLFlashpointCheckpointLoader(objects, coordinator, replication=job.replication)
+        self._plans = PlanCache()
+        # One thread, one save in it at a time; `_begin` waits for its turn, so its queue holds at most two.
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="flashpoint")
+        self._running: Future[None] | None = None
+        self._last: SaveHandle | None = None
+        self._stop = threading.Event()
+        self._agreements = 0
+
+    # ---- names ----------------------------------------------------------------------------------
+
+    def path(self, step: int) -> str:
+        """The checkpoint id of a step, for ``dcp.save`` and ``dcp.load``."""
+        return self._objects.container(step).path
+
+    def steps(self) -> list[int]:
+        """Steps that are complete on this node, newest first."""
+        return self._objects.complete_steps()
+
+    def status(self) -> list[VersionStatus]:
+        """Every version of this node's memory, newest first: how it stands, and who holds its objects.
+
+        Raises:
+            FlashpointError: the node's agent does not answer.
+        """
+        if self._replication is None:
+            return [
+                VersionStatus(version.step, version.epoch, "complete", self._held(version))
+                for version in self._objects.complete_versions()
+            ]
+        return [
+            VersionStatus(report.key.step, report.key.epoch, report.state, report.holders)
+            for report in self._replication.report().versions
+        ]
+
+    def _held(self, version: Version) -> dict[str, tuple[int, ...]]:
+        container = self._objects.container(version.step)
+        records = self._objects.read_summary(container).record.objects
+        held = self._objects.held_objects(container, records)
+        return {record.name: (0,) if record.name in held else () for record in records}
+
+    def writer(self, *, overwrite: bool = False) -> FlashpointWriter:
+        """A storage writer for ``dcp.save`` and ``dcp.async_save`` into this job root."""
+        return FlashpointWriter(
+            overwrite=overwrite,
+            objects=self._objects,
+            epoch=self.epoch,
+            gives_up=self._replication is None,
+        )
+
+    def reader(self) -> FlashpointReader:
+        """A storage reader for ``dcp.load``."""
+        return FlashpointReader(verify=self.config.verify, allow_pickle=self.config.allow_pickle)
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    def warmup(self, state: Mapping[str, Any]) -> None:
+        """Plan ``state`` and prepare its buffers, so that the first save is as quick as the second.
+
+        Call it once, before training: it allocates and touches as many buffers as ``keep`` needs.
+        """
+        self._check_open()
+        plan, leaves = self._plans.plan(resolve_stateful(state))
+        layout, pool = plan.layout, self._objects.pool
+        assert layout.header and layout.digest  # computed once, now
+        self.wait()
+        wanted = self._buffers_wanted()
+        if pool.reserve(layout.nbytes, wanted, stop=self._stop) < wanted:
+            logger.warning(
+                "rank %d: %s has no room for %d buffers of %s: saves will be skipped",
+                self._coordinator.rank, self.job_root, wanted, human_bytes(layout.nbytes),
+            )  # fmt: skip
+        on_gpu = any(tensor.is_cuda for tensor in plan.sources(leaves))
+        for buffer in pool.take_free(layout.nbytes):  # those that a version names have been used before
+            views_of(buffer, layout)
+            if on_gpu:
+                page_lock(buffer)
+            pool.release(buffer)
+
+    def async_save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        *,
+        planner: SavePlanner | None = None,
+        overwrite: bool = False,
+    ) -> SaveHandle:
+        """Save a state; returns when it is staged, and training may change it again.
+
+        Args:
+            state: nested dicts and lists of tensors, DTensors, Stateful objects and plain values.
+            step: of the version; saved once, unless ``overwrite``.
+            planner: a DCP planner of your own, used rank-locally: what it plans is what is stored.
+
+        Returns:
+            The handle. A save that cannot be made for want of space, or on account of another rank,
+            fails there, with a warning, unless the configuration is ``strict``.
+
+        Raises:
+            InvalidIdError, CheckpointExistsError, FlashpointError: a step or state that cannot be saved.
+        """
+        self._check_open()
+        step = CheckpointContainerId(self.job_root, step).step
+        handle = SaveHandle(step, strict=self.config.strict, has_copies=self._replication is not None)
+        if self.config.strict and self._last is not None and self._last.error is not None:
+            error, self._last = self._last.error, None
+            raise error
+        pending = None
+        with handle.blocking():
+            try:
+                in_time = self._wait_for_turn()
+                pending = self._saver.begin(step)
+                if not in_time:
+                    raise DeadlineError(
+                        f"step {step} is skipped: the save before it still runs after {self.config.overlap_wait_s:g} s"
+                    )
+                self._saver.initialize_checkpoint(pending, overwrite=overwrite)
+                with handle.timings.span("stage"):
+                    self._stage(pending, state, planner)
+            except Exception as error:
+                self._fail(handle, pending, error)
+                return handle
+            handle.nbytes = sum(part.layout.nbytes for part in pending.staged)
+            handle.reach("staged")
+            self._submit(handle, lambda: self._complete(handle, pending))
+        return handle
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        *,
+        planner: SavePlanner | None = None,
+        overwrite: bool = False,
+    ) -> SaveHandle:
+        """Save a state and wait until it is complete; otherwise as `async_save`."""
+        handle = self.async_save(state, step, planner=planner, overwrite=overwrite)
+        if handle.error is None or self.config.strict:
+            # Every wait within has a deadline of its own; this one is there should they add up.
+            handle.wait("complete", timeout_s=10 * self.config.commit_timeout_s)
+        return handle
+
+    def _stage(
+        self, pending: PendingCheckpoint, state: Mapping[str, Any], planner: SavePlanner | None
+    ) -> None:
+        resolved = resolve_stateful(state)
+        if planner is None:
+            plan, leaves = self._plans.plan(resolved)
+            layout, sources, extras = plan.layout, plan.sources(leaves), plan.extras(leaves)
+        else:
+            planned = planned_state(planner, resolved, is_coordinator=self._coordinator.is_leader)
+            layout, sources = plan_layout(planned.entries), planned.tensors
+            extras = Extras(planned.values, planned.blobs)
+
+        def fill(buffer: BufferObject) -> None:
+            stage_into(buffer, layout, sources)
+
+        pending.staged.append(self._saver.stage(layout, fill))
+        pending.values = extras.values
+        if extras.blobs:
+            pending.staged.append(write_blobs(self._saver, extras.blobs))
+
+    def _complete(self, handle: SaveHandle, pending: PendingCheckpoint) -> None:
+        """The rest of a save, in the background."""
+        saver = self._saver
+        try:
+            with handle.timings.span("write"):
+                saver.write(pending)
+        except Exception as error:
+            saver.withdraw(pending, error)
+            raise
+        try:
+            with handle.timings.span("commit"):
+                saver.write_metadata(pending)
+                saver.finalize(pending)
+        except Exception:
+            saver.abandon(pending)  # where its outcome is known already, this changes nothing
+            raise
+        handle.reach("complete")
+        count("saves_complete")
+        logger.info("step %d is complete after %.3f s", handle.step, handle.timings["complete"])
+        if self._replication is not None:
+            self._replication.follow(handle, Version(self.epoch, handle.step))
+        if self.config.prefault:
+            for part in pending.staged:
+                self._reserve(part.layout.nbytes)
+
+    def _fail(self, handle: SaveHandle, pending: PendingCheckpoint | None, error: Exception) -> None:
+        """End a save that failed in the caller's thread; raises what is the caller's to mend."""
+        if pending is not None:
+            self._submit(None, lambda: self._saver.withdraw(pending, error))
+        handle.fail(error)
+        self._report(handle.step, error)
+        if self.config.strict or not isinstance(error, DEGRADES) or isinstance(error, CheckpointExistsError):
+            raise error
+        self._last = handle
+
+    def _submit(self, handle: SaveHandle | None, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # the thread lives on: the next save may well succeed
+                if handle is None:
+                    logger.warning("cleaning up after a failed save: %s", error)
+                else:
+                    self._report(handle.step, error)
+                    handle.fail(error)
+
+        if handle is not None:
+            self._last = handle
+        self._running = self._background.submit(run)
+
+    def _report(self, step: int, error: Exception) -> None:
+        count("saves_failed")
+        logger.warning(
+            "rank %d: the save of step %d did not become complete, older steps stay: %s",
+            self._coordinator.rank,
+            step,
+            reason_of(error),
+            exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
+        )
+
+    def _wait_for_turn(self) -> bool:
+        if self._running is None:
+            return True
+        try:
+            self._running.result(self.config.overlap_wait_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _buffers_wanted(self) -> int:
+        return self.config.keep + 1 if self.config.keep else 1
+
+    def _reserve(self, nbytes: int) -> None:
+        if self.config.keep:
+            self._objects.pool.reserve(
+                nbytes, self._buffers_wanted(), budget_bytes=self._saver.budget_bytes, stop=self._stop
+            )
+
+    # ---- recovering -----------------------------------------------------------------------------
+
+    def recover(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        partial: bool = False,
+        fallback: Fallback | None = None,
+    ) -> RecoverResult | None:
+        """Fill ``state`` in place from the newest complete version that every rank can verify.
+
+        What this node's memory lacks, because it was replaced or the world has changed, comes from peers.
+
+        Args:
+            state: as it is given to a save; its tensors are overwritten, its values replaced, its
+                Stateful objects get ``load_state_dict``. A mapping that is empty, such as the ``state``
+                of a fresh optimizer, gets whatever the version holds there.
+            step: this step, instead of the newest.
+            partial: allow the state to leave out names that the version holds.
+            fallback: where memory has nothing, the path of a checkpoint in long-term storage that
+                ``dcp.load`` reads, or what to call with the state: it fills it, and returns the step (or
+                None, if there is nothing there either).
+
+        Returns:
+            What was loaded, or None where there is nothing; then the state is untouched.
+
+        Raises:
+            MismatchError: names, shapes or dtypes differ; the message lists the first ten.
+            CheckpointNotFoundError: the ``step`` asked for cannot be loaded.
+        """
+        self._check_open()
+        start_s = time.perf_counter()
+        timings = Timings()
+        self.wait()
+        restores: list[Restore] = []
+
+        def needs(view: CheckpointView) -> Sequence[Need]:
+            for restore in restores:
+                restore.undo()  # of a version that was not to be had
+            restores[:] = [self._restore(state, view, partial)]
+            return restores[0].needs()
+
+        with timings.span("find"):
+            view = (
+                self._loader.latest_complete(warm=True, needs=needs)
+                if step is None
+                else self._loader.load(step, warm=True, needs=needs)
+            )
+        if view is None:
+            self._saver.settled = NOTHING  # what lies here of earlier starts is in nobody's way
+            return self._fall_back(state, fallback, start_s)
+        tier = "peer" if self._loader.fetched_nbytes else "local"
+        with view, timings.span("fill"):
+            restore: Restore | None = None
+            error: Exception | None = None
+            try:
+                restore = restores[0] if restores else self._restore(state, view, partial)
+                restore.check()
+            except Exception as failure:  # whatever a user's state_dict may raise
+                error = failure
+            try:
+                self._agree("recover", error)
+            except FlashpointError:
+                if restore is not None:
+                    restore.undo()
+                raise
+            assert restore is not None
+            try:
+                restore.fill()
+            except Exception as failure:  # whatever a user's load_state_dict may raise
+                error = failure
+            # No rank trains on, and gives up this version, while another still reads it.
+            self._agree("recovered", error)
+        self._saver.settled = version = Version(view.manifest.record.epoch, view.manifest.step)
+        if self._replication is not None:
+            self._replication.settled(version)
+        count("recoveries")
+        seconds = time.perf_counter() - start_s
+        logger.info("step %d was recovered from %s memory in %.3f s", version.step, tier, seconds)
+        return RecoverResult(version.step, tier, seconds, restore.nbytes, timings)
+
+    def _restore(self, state: Mapping[str, Any], view: CheckpointView, partial: bool) -> Restore:
+        return Restore(state, view, plans=self._plans, partial=partial, allow_pickle=self.config.allow_pickle)
+
+    def _fall_back(
+        self, state: Mapping[str, Any], fallback: Fallback | None, start_s: float
+    ) -> RecoverResult | None:
+        """Load from long-term storage, since no node's memory has a version that every rank can use."""
+        if fallback is None:
+            return None
+        logger.warning("memory holds no usable checkpoint below %s: falling back to storage", self.job_root)
+        error: Exception | None = None
+        step: int | None = None
+        found = True
+        try:
+            if callable(fallback):
+                step = fallback(state)
+                found = step is not None
+            else:
+                _load_from_storage(state, os.fspath(fallback))
+                step = _step_in(os.fspath(fallback))
+        except Exception as failure:
+            error = failure
+        self._agree("fallback", error)
+        if not found:
+            return None
+        count("recoveries")
+        return RecoverResult(step, "storage", time.perf_counter() - start_s, 0)
+
+    def _agree(self, topic: str, error: Exception | None) -> None:
+        """Raise on every rank what any rank found."""
+        self._agreements += 1
+        answers = self._coordinator.all_gather(
+            f"{topic}/{self._agreements}",
+            b"" if error is None else reason_of(error).encode(errors="replace"),
+            self.config.recovery_timeout_s,
+        )
+        raise_any(error, {rank: answer.decode() for rank, answer in enumerate(answers) if answer})
+
+    # ---- life -----------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until no save is running; False if one still is after ``timeout_s`` (by default, 10 commits')."""
+        if self._running is None:
+            return True
+        try:
+            self._running.result(10 * self.config.commit_timeout_s if timeout_s is None else timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Finish the running save and let go of the buffers; the checkpoints stay."""
+        self._stop.set()  # buffers for a next save are not wanted any more
+        self.wait()
+        self._background.shutdown(wait=False, cancel_futures=True)
+        if self._replication is not None:
+            self._replication.close()
+        self._objects.close()
+
+    def _check_open(self) -> None:
+        if self._stop.is_set():
+            raise FlashpointError(f"this session of {self.job_root} is closed: open another with init")
+
+    def __enter__(self) -> Flashpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Flashpoint at {self.job_root}: rank {self._coordinator.rank} of {self._coordinator.world_size}>"
+
+
+def _load_from_storage(state: Mapping[str, Any], path: str) -> None:
+    """Fill a state with ``dcp.load``, which puts plain values at the top into the dict that it is given."""
+    loaded = dict(state)
+    try:
+        dcp.load(loaded, checkpoint_id=path)
+    except CheckpointException as error:  # which is no `Exception`
+        reasons = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
+        raise FlashpointError(f"the fallback {path!r} could not be loaded: {reasons}") from error
+    new = {key: value for key, value in loaded.items() if value is not state[key]}
+    if new and not isinstance(state, MutableMapping):
+        raise FlashpointError(f"{min(new)!r} is a plain value in a {type(state).__name__}: give a dict")
+    if isinstance(state, MutableMapping):
+        state.update(new)
+
+
+def _step_in(path: str) -> int | None:
+    """The step that a folder's name states: its last number, as in ``step-100_ckpt`` or ``iter_0000100``."""
+    numbers = re.findall(r"[0-9]+", os.path.basename(path.rstrip("/")))
+    return int(numbers[-1]) if numbers else None
