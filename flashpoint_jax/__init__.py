@@ -1,0 +1,27 @@
+"""Flashpoint for JAX: memory-first checkpoints through Orbax.
+
+import flashpoint_jax
+manager = ocp.CheckpointManager("/dev/shm/job-1", options=options, handler_registry=flashpoint_jax.registry())
+manager.save(step, args=ocp.args.StandardSave(state))       # as before
+state = manager.restore(step, args=ocp.args.StandardRestore(abstract_state))
+"""
+
+from flashpoint_jax.handlers import (
+    FlashpointCheckpointHandler,
+    FlashpointPyTreeHandler,
+    FlashpointRestore,
+    FlashpointSave,
+    FlashpointStandardHandler,
+    registry,
+)
+from flashpoint_jax.step_names import StepNameFormat
+
+__all__ = [
+    "FlashpointCheckpointHandler",
+    "FlashpointPyTreeHandler",
+    "FlashpointRestore",
+    "FlashpointSave",
+    "FlashpointStandardHandler",
+    "StepNameFormat",
+    "registry",
+]

@@ -1,0 +1,176 @@
+"""An Orbax item's folder as a Flashpoint container: its names, and what Flashpoint puts there.
+
+Orbax writes ``<root>/<step>.orbax-checkpoint-tmp/<item>.orbax-checkpoint-tmp`` and renames both when all is there.
+The item's folder is the container: manifest, objects (hard links to pool files of the root) and the files that
+stock Orbax reads lie in it, so whoever deletes the folder frees the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from flashpoint.ids import STEP_MAX, CheckpointContainerId
+from flashpoint.manifest import MANIFEST_NAME
+from flashpoint.markers import Marker
+from flashpoint.memory import file_system
+
+TEMPORARY: Final = ".orbax-checkpoint-tmp"
+# `100`, `prefix_100`, `00000100`, and Flashpoint's own `step-100_ckpt`.
+_STEP: Final = re.compile(r"(?:step-(?P<own>[0-9]{1,19})_ckpt|(?:.+_)?(?P<step>[0-9]{1,19}))", re.ASCII)
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class ItemFolder(CheckpointContainerId):
+    """A container that is an Orbax item's folder.
+
+    Attributes:
+        folder: its absolute path, temporary or final.
+        item: its name without Orbax's suffix.
+    """
+
+    folder: str = ""
+    item: str = ""
+
+    @property
+    def path(self) -> str:
+        return self.folder
+
+    def __str__(self) -> str:
+        return self.folder
+
+    def __fspath__(self) -> str:
+        return self.folder
+
+
+def parse_folder(path: str | os.PathLike[str]) -> ItemFolder:
+    """The item folder at an absolute path.
+
+    Its root is Orbax's root, two levels up; of a checkpoint that lies alone, not in a step's folder, the folder
+    around it.
+    """
+    folder = os.path.normpath(os.fspath(path))
+    parent, own = os.path.split(folder)
+    item = _final(own)
+    around, above = os.path.split(parent)
+    step = step_of(_final(above))
+    if step is not None and around != "/":
+        return ItemFolder(around, step, folder, item)
+    step = step_of(item)
+    return ItemFolder(parent, 0 if step is None else step, folder, item)
+
+
+def step_of(name: str) -> int | None:
+    """The step that a folder's name tells, or None."""
+    match = _STEP.fullmatch(name)
+    if match is None:
+        return None
+    step = int(match["own"] or match["step"])
+    return step if step <= STEP_MAX else None
+
+
+def _final(name: str) -> str:
+    """A name without what Orbax puts behind it while the folder is written."""
+    return name.partition(TEMPORARY)[0]
+
+
+def is_local(path: str) -> bool:
+    """Whether a path is one of this machine's file systems, and not a bucket's."""
+    return os.path.isabs(path)
+
+
+def holds_blobs(folder: str | os.PathLike[str]) -> bool:
+    """Whether Flashpoint wrote this item, and not a stock handler."""
+    return os.path.lexists(f"{os.fspath(folder)}/{MANIFEST_NAME}")
+
+
+def write_files(folder: str, files: Mapping[str, bytes]) -> None:
+    """Write small files, each whole or not at all, in the order given; names may have a subfolder."""
+    syncs = not file_system(folder).is_tmpfs
+    for name, data in files.items():
+        path = f"{folder}/{name}"
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+        with open(temporary, "xb") as file:
+            file.write(data)
+            if syncs:
+                file.flush()
+                os.fsync(file.fileno())
+        os.rename(temporary, path)
+
+
+def unfinished_items(root: str) -> Iterator[ItemFolder]:
+    """The items below a root that Orbax did not rename to their final names, with objects of ours in them."""
+    for step in _folders(root):
+        if step_of(_final(os.path.basename(step))) is None:
+            continue
+        for item in _folders(step):
+            if TEMPORARY in f"{os.path.basename(step)}/{os.path.basename(item)}":
+                yield parse_folder(item)
+
+
+def _folders(path: str) -> list[str]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+class StepMarkers:
+    """The markers of one process below one root: one for each step that is being saved, for all its items."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[Marker, int]] = {}
+        self._lock = threading.Lock()  # one item may be done while the next begins
+
+    def create(self, container: ItemFolder, local_rank: int) -> Marker:
+        """A share of the step's marker, which is there until the last share is gone.
+
+        Raises:
+            BlockingIOError: another live process is saving the same step as the same local rank.
+        """
+        key = f"{container.name}/{local_rank}"
+        with self._lock:
+            marker, shares = self._held.get(key) or (Marker.create(container, local_rank), 0)
+            self._held[key] = marker, shares + 1
+        return _Share(marker.path, marker.fd, self, key)
+
+    def let_go(self, key: str, *, remove: bool) -> None:
+        """Give a share back; if not to ``remove`` the marker, the step stays dirty, whatever others do."""
+        with self._lock:
+            marker, shares = self._held[key]
+            if not remove:
+                marker.release()
+            if shares > 1:
+                self._held[key] = marker, shares - 1
+                return
+            del self._held[key]
+            marker.remove()
+
+
+class _Share(Marker):
+    def __init__(self, path: str, fd: int, markers: StepMarkers, key: str) -> None:
+        super().__init__(path, fd)
+        self._markers = markers
+        self._key = key
+        self._held = True
+
+    @property
+    def is_set(self) -> bool:
+        return self._held
+
+    def remove(self) -> None:
+        if self._held:
+            self._held = False
+            self._markers.let_go(self._key, remove=True)
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self._markers.let_go(self._key, remove=False)

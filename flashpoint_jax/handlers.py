@@ -1,0 +1,372 @@
+"""Orbax's handlers with another way to save, and to read: the rest of each is Orbax's own.
+
+    FlashpointStandardHandler    for StandardSave and StandardRestore
+    FlashpointPyTreeHandler      for PyTreeSave and PyTreeRestore
+    FlashpointCheckpointHandler  for FlashpointSave and FlashpointRestore
+
+Saving is ours: one copy into a recycled buffer while training waits; header, checksums, links and the vote of all
+processes in a future that Orbax waits for before it renames the folder. Metadata, transforms, trees and arguments of a
+restore are inherited; what reads the leaves in the end is ours again (`flashpoint_jax.leaves`). Leaves that no
+blob holds, such as strings, go the stock way beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import type_handlers
+from orbax.checkpoint._src.handlers import base_pytree_checkpoint_handler as stock
+from orbax.checkpoint._src.metadata import tree as tree_metadata
+from orbax.checkpoint._src.multihost import multihost
+from orbax.checkpoint._src.serialization import type_handler_registry as type_registries
+
+from flashpoint.buffers import BufferObject
+from flashpoint.config import FlashpointConfig
+from flashpoint.errors import DeadlineError, FlashpointError
+from flashpoint.gc_pause import gc_paused
+from flashpoint.saver import PendingCheckpoint
+from flashpoint.telemetry import count, logger
+from flashpoint.view import CheckpointView
+from flashpoint_jax.folder import ItemFolder, holds_blobs, is_local
+from flashpoint_jax.leaves import BlobRegistry, OpenFolders, is_ours
+from flashpoint_jax.plan import PlanCache, StatePlan, Writers
+from flashpoint_jax.session import ItemSaver, Session, folder_at, orbax_config, session_of
+from flashpoint_jax.sidecars import Sidecars
+from flashpoint_jax.staging import stage_into, start_copies
+
+_POLL_S: Final = 0.002
+
+
+class _Impl(stock.BasePyTreeCheckpointHandler):
+    """What both handlers stand on, as the stock ones stand on the stock one.
+
+    Attributes:
+        folders: those that are being read now.
+    """
+
+    def __init__(self, *, config: FlashpointConfig, multiprocessing_options: Any, **kwargs: Any) -> None:
+        self.folders = OpenFolders()
+        self.config = config
+        self.registry = BlobRegistry(
+            kwargs.pop("type_handler_registry", type_registries.GLOBAL_TYPE_HANDLER_REGISTRY),
+            self.folders,
+            threads=config.load_threads,
+        )
+        super().__init__(
+            use_ocdbt=True,
+            use_zarr3=False,
+            multiprocessing_options=multiprocessing_options,
+            type_handler_registry=self.registry,
+            **kwargs,
+        )
+        self._per_host = multiprocessing_options.primary_host is None
+        self._plans: dict[str, PlanCache] = {}
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    async def async_save(self, directory: Any, args: Any) -> list[Any] | None:
+        item = args.item
+        if not jax.tree.leaves(item) and not item:
+            raise ValueError("Found empty item.")
+        container = folder_at(directory)
+        if not is_local(container.folder) or args.partial_save_mode:
+            return await super().async_save(directory, args=args)  # type: ignore[no-any-return]
+        save_args, casts = None, ()
+        if args.save_args is not None:
+            save_args = stock._fill_missing_save_or_restore_args(item, args.save_args, mode="save")
+            casts = tuple(arg.dtype for arg in _leaves_of(save_args, item))
+        rank = multihost.process_index()
+        cache = self._plans.setdefault(container.item, PlanCache())
+        plan, leaves = cache.plan(item, casts, Writers(rank, self._per_host))
+        if "tree" not in plan.remembered:
+            self._describe(plan, item, leaves, save_args)
+        if plan.remembered["is_stock"]:
+            return await super().async_save(directory, args=args)  # type: ignore[no-any-return]
+        futures = [self._start(container, plan, leaves, args.custom_metadata)]
+        if plan.remembered["others"]:
+            futures += await self._save_others(directory, item, save_args, plan)
+        return futures
+
+    @gc_paused()
+    def _describe(self, plan: StatePlan, item: Any, leaves: Sequence[Any], save_args: Any) -> None:
+        """Work out, once for each plan, what `_METADATA` says and which leaves are not ours."""
+        others = [leaf for leaf, kind in zip(leaves, plan.kinds, strict=True) if not kind]
+        handlers = [self.registry.get(type(leaf)) for leaf in others]
+        # A string has a file of its own. Anything else would be written to a database of Orbax's own, of which
+        # a folder has one: then all of the item is written there.
+        ours = [self.registry.get(type(x)) for x, kind in zip(leaves, plan.kinds, strict=True) if kind]
+        plan.remembered["is_stock"] = not plan.sources_anywhere or not (
+            all(map(is_ours, ours))
+            and all(isinstance(handler, type_handlers.StringHandler) for handler in handlers)
+        )
+        plan.remembered["others"] = bool(others)
+        shard_shapes = {info.name: info.shard_shape for info in plan.arrays}
+        infos = jax.tree.map(
+            lambda info: info.replace(write_shape=shard_shapes.get(info.name)),
+            self._get_param_infos(item, stock.epath.Path("/"), use_ocdbt=True, use_zarr3=False),
+        )
+        if save_args is None:
+            save_args = stock._fill_missing_save_or_restore_args(item, None, mode="save")
+        plan.remembered["tree"] = tree_metadata.InternalTreeMetadata.build(
+            infos,
+            save_args=save_args,
+            use_ocdbt=True,
+            use_zarr3=False,
+            pytree_metadata_options=self._pytree_metadata_options,
+        ).to_json()
+
+    def _start(
+        self, container: ItemFolder, plan: StatePlan, leaves: Sequence[Any], custom_metadata: Any
+    ) -> Any:
+        """Stage the leaves, and start what follows in the background; its future.
+
+        What fails here on one process fails on all, by name and in the background: in the caller's thread the
+        others would go on to a barrier that this one never comes to.
+        """
+        session = session_of(container.job_root, self.config, per_host=self._per_host)
+        saver = session.saver(container.item)
+        pending = saver.begin(container, tag="item/")
+        error: Exception | None = None
+        try:
+            on_way = start_copies(plan, leaves)
+            try:
+                pending.marker = session.markers.create(container, saver.coordinator.local_rank)
+            except BlockingIOError:
+                raise FlashpointError(
+                    f"step {container.step} is being saved by another process as local rank "
+                    f"{saver.coordinator.local_rank} in {container.job_root}: use one root for each job"
+                ) from None
+
+            def fill(buffer: BufferObject) -> None:
+                stage_into(buffer, plan.layout, on_way)
+
+            pending.staged += session.stage(saver, plan, fill)
+            count("bytes_staged", sum(part.layout.nbytes for part in pending.staged))
+        except Exception as failure:
+            error = failure
+        saver.sidecars[pending.topic] = Sidecars(
+            tree=plan.remembered["tree"],
+            arrays=plan.arrays,
+            custom_metadata=custom_metadata,
+            container=container,
+            rank=saver.coordinator.rank,
+            per_host=self._per_host,
+        )
+        return ocp.future.CommitFutureAwaitingContractedSignals(
+            _commit(session, saver, pending, error), name="flashpoint_commit"
+        )
+
+    async def _save_others(self, directory: Any, item: Any, save_args: Any, plan: StatePlan) -> list[Any]:
+        """Have the stock handlers save the leaves that are not ours."""
+        infos = self._get_param_infos(item, directory, use_ocdbt=True, use_zarr3=False)
+        if save_args is None:
+            save_args = stock._fill_missing_save_or_restore_args(item, None, mode="save")
+        requests = stock.batched_serialization_requests(item, infos, save_args, self.registry)
+        theirs = [request for request in requests if not is_ours(request.handler)]
+        futures = await self._async_io_engine.execute_save(theirs)
+        return list(jax.tree.leaves(futures))
+
+    def finalize(self, directory: Any) -> None:
+        # Nothing is left to do for a folder with a manifest: all processes have agreed that it is whole.
+        if not holds_blobs(directory):
+            super().finalize(directory)
+
+    # ---- reading --------------------------------------------------------------------------------
+
+    def opened(self, directory: Any) -> Any:
+        """Open a folder for a restore, verified on all processes; for use in a ``with`` statement."""
+        container = folder_at(directory)
+        session = session_of(container.job_root, self.config, per_host=self._per_host)
+        return self.folders.open(str(directory), lambda: session.open_view(container))
+
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        if not holds_blobs(directory):
+            return super().restore(directory, args)
+        with gc_paused(), self.opened(directory):
+            return super().restore(directory, args)
+
+    def metadata(self, directory: Any) -> Any:
+        if not holds_blobs(directory):
+            return super().metadata(directory)
+        container = folder_at(directory)
+        session = session_of(container.job_root, self.config, per_host=self._per_host)
+
+        def look() -> CheckpointView:
+            return session.look_at(container)
+
+        with self.folders.open(str(directory), look):
+            return super().metadata(directory)
+
+
+async def _commit(
+    session: Session, saver: ItemSaver, pending: PendingCheckpoint, error: Exception | None
+) -> None:
+    """The rest of a save, in a thread that Orbax starts when the folder is there."""
+    try:
+        try:
+            if error is not None:
+                raise error
+            await _folder_of(pending, saver.config.commit_timeout_s)
+            saver.write(pending)
+        except Exception as failure:
+            saver.withdraw(pending, failure)
+            raise
+        try:
+            saver.write_metadata(pending)
+            saver.finalize(pending)
+        except Exception:
+            saver.abandon(pending)  # where its outcome is known already, this changes nothing
+            raise
+        session.committed(pending.container.item, pending.staged)  # type: ignore[attr-defined]
+        count("saves_complete")
+        logger.info("step %d is complete in %s", pending.step, pending.container)
+    finally:
+        saver.sidecars.pop(pending.topic, None)
+
+
+async def _folder_of(pending: PendingCheckpoint, timeout_s: float) -> None:
+    """Wait until the item's folder is there, whoever makes it.
+
+    Orbax's signals should have told so. They do not on all but the first process, once a manager of this
+    program had ``enable_per_process_directory_creation``: that changes the signals' names for all others too.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not os.path.isdir(pending.container.path):
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"step {pending.step}: Orbax did not make {pending.container.path} within {timeout_s:g} s"
+            )
+        await asyncio.sleep(_POLL_S)
+
+
+def _leaves_of(save_args: Any, item: Any) -> list[Any]:
+    """The save arguments of the item's leaves, in their order."""
+    found: list[Any] = []
+    jax.tree.map(lambda _, arg: found.append(arg), item, save_args)
+    return found
+
+
+class FlashpointPyTreeHandler(ocp.PyTreeCheckpointHandler):
+    """`ocp.PyTreeCheckpointHandler`, from memory.
+
+    Args:
+        multiprocessing_options: as given to the manager; ``primary_host=None`` for a folder on each host.
+        settings: fields of `flashpoint.FlashpointConfig`.
+    """
+
+    def __init__(
+        self, *, multiprocessing_options: Any = None, config: FlashpointConfig | None = None, **settings: Any
+    ) -> None:
+        options = multiprocessing_options or ocp.options.MultiprocessingOptions()
+        impl = _Impl(config=config or orbax_config(**settings), multiprocessing_options=options)
+        super().__init__(
+            multiprocessing_options=options, handler_impl=impl, type_handler_registry=impl.registry
+        )
+        # What stock Orbax finds in the step's metadata: it reads our folders too, without us. (Of the instance,
+        # since a class of that name is registered already.)
+        self.typestr = ocp.PyTreeCheckpointHandler.typestr
+
+    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if not holds_blobs(directory):
+            return super().restore(directory, *args, **kwargs)
+        with self._handler_impl.opened(
+            directory
+        ):  # for transforms, which do not pass through `_Impl.restore`
+            return super().restore(directory, *args, **kwargs)
+
+
+class FlashpointStandardHandler(ocp.StandardCheckpointHandler):
+    """`ocp.StandardCheckpointHandler`, from memory; arguments as `FlashpointPyTreeHandler`."""
+
+    def __init__(
+        self, *, multiprocessing_options: Any = None, config: FlashpointConfig | None = None, **settings: Any
+    ) -> None:
+        options = multiprocessing_options or ocp.options.MultiprocessingOptions()
+        super().__init__(multiprocessing_options=options)
+        self._impl = FlashpointPyTreeHandler(
+            multiprocessing_options=options, config=config or orbax_config(**settings)
+        )
+        self.typestr = ocp.StandardCheckpointHandler.typestr
+
+
+class FlashpointCheckpointHandler(FlashpointStandardHandler):
+    """The same, for ``item_handlers=`` with `FlashpointSave` and `FlashpointRestore`."""
+
+
+# Orbax finds a handler's arguments by its exact class, for `restore` without any.
+
+
+@ocp.args.register_with_handler(FlashpointStandardHandler, for_save=True)
+@dataclasses.dataclass
+class _StandardSave(ocp.args.StandardSave):
+    """`ocp.args.StandardSave`."""
+
+
+@ocp.args.register_with_handler(FlashpointStandardHandler, for_restore=True)
+@dataclasses.dataclass
+class _StandardRestore(ocp.args.StandardRestore):
+    """`ocp.args.StandardRestore`."""
+
+
+@ocp.args.register_with_handler(FlashpointPyTreeHandler, for_save=True)
+@dataclasses.dataclass
+class _PyTreeSave(ocp.args.PyTreeSave):
+    """`ocp.args.PyTreeSave`."""
+
+
+@ocp.args.register_with_handler(FlashpointPyTreeHandler, for_restore=True)
+@dataclasses.dataclass
+class _PyTreeRestore(ocp.args.PyTreeRestore):
+    """`ocp.args.PyTreeRestore`."""
+
+
+@ocp.args.register_with_handler(FlashpointCheckpointHandler, for_save=True)
+@dataclasses.dataclass
+class FlashpointSave(ocp.args.StandardSave):
+    """What to save: the fields of `ocp.args.StandardSave`."""
+
+
+@ocp.args.register_with_handler(FlashpointCheckpointHandler, for_restore=True)
+@dataclasses.dataclass
+class FlashpointRestore(ocp.args.StandardRestore):
+    """What to restore: the fields of `ocp.args.StandardRestore`."""
+
+
+def registry(*, multiprocessing_options: Any = None, **settings: Any) -> Any:
+    """Handlers for ``ocp.CheckpointManager(root, handler_registry=...)``: the one line that a program changes.
+
+    Args:
+        multiprocessing_options: those of the manager's options, where there are any.
+        settings: fields of `flashpoint.FlashpointConfig`, such as ``verify``; what is not given comes from
+            ``FLASHPOINT_*`` variables.
+
+    Raises:
+        ConfigError: a setting is wrong, or Orbax's to decide.
+    """
+    config = orbax_config(**settings)
+    made: dict[type[Any], Any] = {
+        kind: kind(multiprocessing_options=multiprocessing_options, config=config)
+        for kind in (FlashpointStandardHandler, FlashpointPyTreeHandler, FlashpointCheckpointHandler)
+    }
+    found = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for args, kind in (
+        (ocp.args.StandardSave, FlashpointStandardHandler),
+        (ocp.args.StandardRestore, FlashpointStandardHandler),
+        (_StandardSave, FlashpointStandardHandler),
+        (_StandardRestore, FlashpointStandardHandler),
+        (ocp.args.PyTreeSave, FlashpointPyTreeHandler),
+        (ocp.args.PyTreeRestore, FlashpointPyTreeHandler),
+        (_PyTreeSave, FlashpointPyTreeHandler),
+        (_PyTreeRestore, FlashpointPyTreeHandler),
+        (FlashpointSave, FlashpointCheckpointHandler),
+        (FlashpointRestore, FlashpointCheckpointHandler),
+    ):
+        found.add(None, args, made[kind])
+    return found

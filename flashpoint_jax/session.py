@@ -1,0 +1,233 @@
+"""What one process keeps of a root from save to save: its buffers, its savers, its epoch.
+
+Handlers come and go with their managers; warm buffers and the job's epoch outlive them. So there is one `Session`
+for each root, rank and settings in this process, made at the first save, or with less in it at the first restore.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import jax
+import orbax.checkpoint as ocp
+
+from flashpoint.config import FlashpointConfig
+from flashpoint.coordinator import Coordinator
+from flashpoint.errors import CheckpointNotFoundError, ConfigError, InvalidIdError
+from flashpoint.ids import CheckpointObjectId
+from flashpoint.job import open_job
+from flashpoint.loader import MLFlashpointCheckpointLoader
+from flashpoint.manifest import CommitRecord, decode_record
+from flashpoint.markers import is_live, marker_name
+from flashpoint.objects import CheckpointObjectManager
+from flashpoint.saver import MLFlashpointCheckpointSaver, PendingCheckpoint, StagedObject
+from flashpoint.view import CheckpointView
+from flashpoint_jax.coordinator import default_coordinator
+from flashpoint_jax.folder import ItemFolder, StepMarkers, parse_folder, unfinished_items, write_files
+from flashpoint_jax.plan import StatePlan
+from flashpoint_jax.sidecars import Sidecars
+
+WRITER_NAME: Final = f"flashpoint_jax, jax {jax.__version__}, orbax-checkpoint {ocp.__version__}"
+"""What a manifest says wrote it."""
+
+_SPARE_VERSIONS: Final = 2  # free buffers kept: one for the next save, one for Orbax to be late in deleting
+
+
+class ItemSaver(MLFlashpointCheckpointSaver):
+    """The saver of one item: beside the manifest it writes the files that stock Orbax reads."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sidecars: dict[str, Sidecars] = {}  # by topic, of saves under way
+
+    def _put_manifest(
+        self, pending: PendingCheckpoint, record: CommitRecord, values: Iterable[bytes]
+    ) -> None:
+        # A failure here is voted on like one of the manifest itself.
+        super()._put_manifest(pending, record, values)
+        manifest = self.objects.read_manifest(pending.container)
+        write_files(pending.container.path, self.sidecars[pending.topic].files(manifest))
+
+
+class Session:
+    """One root's memory, for this process.
+
+    Args:
+        root: Orbax's root, where the pool lies and markers are set.
+    """
+
+    def __init__(self, root: str, config: FlashpointConfig, *, per_host: bool) -> None:
+        self.root = root
+        self.config = config
+        self.markers = StepMarkers()
+        self._per_host = per_host
+        self._coordinator: Coordinator | None = None
+        self._objects: CheckpointObjectManager | None = None
+        self._epoch = 0
+        self._savers: dict[str, ItemSaver] = {}
+        self._loader: MLFlashpointCheckpointLoader | None = None
+        self._reading: CheckpointObjectManager | None = None
+        self._sizes: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="flashpoint")
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    def saver(self, item: str) -> ItemSaver:
+        """The saver of an item. All processes ask for the same items in the same order."""
+        with self._lock:
+            if item not in self._savers:
+                objects = self._open()
+                self._savers[item] = ItemSaver(
+                    objects,
+                    default_coordinator(f"save/{item}"),
+                    epoch=self._epoch,
+                    writer=WRITER_NAME,
+                    gives_up=False,  # Orbax deletes versions
+                )
+            return self._savers[item]
+
+    def _open(self) -> CheckpointObjectManager:
+        """Open the job for saving: agree on its epoch, clean up what a crash left. Once, on all processes."""
+        if self._objects is None or self._coordinator is None:
+            self._coordinator = default_coordinator("session")
+            rank = self._coordinator.rank
+            self._drop_debris(rank, self._coordinator.world_size)
+            job = open_job(self.root, self.config, self._coordinator)
+            self._objects, self._epoch = job.objects, job.epoch
+        return self._objects
+
+    def _drop_debris(self, rank: int, world_size: int) -> None:
+        """Take this process's objects out of items that a crash left unfinished: Orbax may keep the folders.
+
+        Those of ranks that are no more are the first rank's to take.
+        """
+        objects = CheckpointObjectManager(self.root, rank=rank, config=self.config, create=False)
+        for container in unfinished_items(self.root):
+            if is_live(f"{self.root}/{marker_name(container, rank)}"):
+                continue
+            owners = {owner for name in os.listdir(container.path) if (owner := _owner_of(name)) is not None}
+            for owner in owners:
+                if owner == rank or (rank == 0 and owner >= world_size):
+                    objects.remove_objects_of(container, owner, keep_folder=True)
+
+    def stage(self, saver: ItemSaver, plan: StatePlan, fill: Any) -> list[StagedObject]:
+        """The objects of this process's part: one, or none where it stores nothing."""
+        return [saver.stage(plan.layout, fill)] if plan.layout.entries else []
+
+    def committed(self, item: str, staged: Iterable[StagedObject]) -> None:
+        """After a version: see to it that the next save finds a buffer, and that no more than some are free."""
+        sizes = [part.layout.nbytes for part in staged]
+        is_new = self._sizes.get(item) != sum(sizes)
+        self._sizes[item] = sum(sizes)
+        assert self._objects is not None
+        pool = self._objects.pool
+        used = sum(status.st_size for _, status in pool._own_files() if status.st_nlink > 1)
+        pool.trim(used + _SPARE_VERSIONS * sum(self._sizes.values()))
+        if is_new and self.config.prefault:
+            for nbytes in sizes:
+                self._background.submit(pool.reserve, nbytes, 2)
+
+    def close(self) -> None:
+        """Let go of the buffers; what was restored stays valid."""
+        self._background.shutdown(wait=False, cancel_futures=True)
+        for objects in (self._objects, self._reading):
+            if objects is not None:
+                objects.close()
+
+    # ---- restoring ------------------------------------------------------------------------------
+
+    def open_view(self, container: ItemFolder) -> CheckpointView:
+        """Open and verify a version, on all processes together.
+
+        Raises:
+            FlashpointError: it cannot be used, here or on another process.
+        """
+        with self._lock:
+            if self._loader is None:
+                self._loader = MLFlashpointCheckpointLoader(self._reader(), default_coordinator("load"))
+            loader = self._loader
+            loader.objects = self._reader()
+        container = self._as_saved(container)
+        if loader.coordinator.world_size > 1:
+            found = loader.open_verified(container, warm=True)
+            if found is None:
+                raise CheckpointNotFoundError(
+                    f"{container.folder} cannot be used by all processes; each has logged what it found"
+                )
+            return found
+        view = CheckpointView(loader.objects, container, verify=self.config.verify, warm=True)
+        try:
+            if self.config.verify:
+                view.verify()
+        except BaseException:
+            view.close()
+            raise
+        return view
+
+    def look_at(self, container: ItemFolder) -> CheckpointView:
+        """Open a version for what its manifest says; on this process alone."""
+        with self._lock:
+            objects = self._reader()
+        return CheckpointView(objects, self._as_saved(container), verify=False)
+
+    def _reader(self) -> CheckpointObjectManager:
+        if self._objects is not None:
+            return self._objects  # its buffers are warm
+        if self._reading is None:
+            rank = jax.process_index()
+            self._reading = CheckpointObjectManager(self.root, rank=rank, config=self.config, create=False)
+        return self._reading
+
+    def _as_saved(self, container: ItemFolder) -> ItemFolder:
+        """The container under the step that its manifest names: its folder may have been copied elsewhere."""
+        with self._lock:
+            data = self._reader().manifest_bytes(container)
+        return dataclasses.replace(container, step=decode_record(data.partition(b"\n")[0]).step)
+
+
+def _owner_of(name: str) -> int | None:
+    try:
+        return CheckpointObjectId.parse(name).rank
+    except InvalidIdError:
+        return None
+
+
+_sessions: dict[tuple[str, FlashpointConfig, bool], Session] = {}
+_sessions_lock = threading.Lock()
+
+
+def session_of(root: str, config: FlashpointConfig, *, per_host: bool) -> Session:
+    """The session of a root in this process."""
+    with _sessions_lock:
+        if jax.process_count() == 1:  # or else one process might begin anew and another not
+            for gone in [key for key in _sessions if not os.path.isdir(key[0])]:
+                _sessions.pop(gone).close()  # a deleted root's memory is given back when its mappings go
+        key = (root, config, per_host)
+        if key not in _sessions:
+            _sessions[key] = Session(root, config, per_host=per_host)
+        return _sessions[key]
+
+
+def orbax_config(**settings: Any) -> FlashpointConfig:
+    """Settings of a job whose versions Orbax keeps and deletes.
+
+    Raises:
+        ConfigError: a setting is wrong, or one that Orbax decides.
+    """
+    if settings.get("keep") is not None:
+        raise ConfigError("keep is Orbax's to decide: set CheckpointManagerOptions(max_to_keep=...)")
+    config = FlashpointConfig.from_env(**{**settings, "keep": 0})
+    if config.copies:
+        raise ConfigError("copies of Orbax's checkpoints on other nodes are not made yet: leave copies at 0")
+    return config
+
+
+def folder_at(path: Any) -> ItemFolder:
+    """The container behind an Orbax path, finished or awaiting its creation."""
+    return parse_folder(str(getattr(path, "path", path)))

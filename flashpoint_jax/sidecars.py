@@ -1,0 +1,125 @@
+"""The files beside the objects that stock Orbax reads: made from the plan and the manifest, none holds array data.
+
+| file | what it says | made |
+|---|---|---|
+| ``_METADATA`` | the tree: its keys, the type of each leaf | once for each plan |
+| ``_sharding`` | how each array was sharded | once for each plan |
+| ``array_metadatas/process_<n>`` | shard shapes; which arrays are random keys | once for each plan |
+| ``manifest.ocdbt``, ``nodes-*.ocdbt`` | where each shard's bytes lie | for each version |
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from orbax.checkpoint._src.metadata import sharding as sharding_metadata
+
+from flashpoint.ids import CheckpointContainerId
+from flashpoint.manifest import Manifest
+from flashpoint.telemetry import warn_once
+from flashpoint_jax.plan import ArrayInfo
+from flashpoint_jax.zarr_index import index_files, plan_index, sources_of, uuid_of
+
+TREE_FILE: Final = "_METADATA"
+SHARDING_FILE: Final = "_sharding"
+ARRAYS_FOLDER: Final = "array_metadatas"
+KEY_IMPL: Final = "random_key_impl"
+
+
+@dataclass(frozen=True)
+class Sidecars:
+    """What one process would write beside a version, if it is the one that does.
+
+    Attributes:
+        tree: contents of ``_METADATA`` but for the user's own metadata.
+        arrays: every `jax.Array`.
+        custom_metadata: the user's.
+        container: where it goes; what another node holds alone is not in the index of a per-host folder.
+    """
+
+    tree: dict[str, Any]
+    arrays: Sequence[ArrayInfo]
+    custom_metadata: Any
+    container: CheckpointContainerId
+    rank: int
+    per_host: bool
+
+    def files(self, manifest: Manifest) -> dict[str, bytes]:
+        """Name -> contents, in the order of writing: what names others comes after them."""
+        files = {
+            TREE_FILE: json.dumps({**self.tree, "custom_metadata": self.custom_metadata}).encode(),
+        }
+        if self.arrays:
+            files[SHARDING_FILE] = sharding_file(self.arrays)
+            files[f"{ARRAYS_FOLDER}/process_{self.rank}"] = arrays_file(self.arrays)
+        sources = sources_of(manifest)
+        if self.per_host:
+            sources = [one for one in sources if os.path.lexists(f"{self.container.path}/{one.file}")]
+        elif refused := plan_index(sources).refused:
+            names = ", ".join(f"{name[:200]!r} ({why})" for name, why in list(refused.items())[:5])
+            warn_once(
+                f"index:{manifest.objects[0].layout}",
+                f"stock Orbax cannot read {len(refused)} arrays: {names}",
+            )
+        return {**files, **index_files(sources, uuid_of(manifest), partial=True)}
+
+
+def sharding_file(arrays: Sequence[ArrayInfo]) -> bytes:
+    """Contents of ``_sharding``: serialized shardings by base64 of the arrays' names."""
+    texts: dict[Any, str | None] = {}
+    found = {}
+    for info in arrays:
+        if info.sharding not in texts:
+            metadata = sharding_metadata.from_jax_sharding(info.sharding)
+            texts[info.sharding] = None if metadata is None else metadata.to_serialized_string()
+        if (text := texts[info.sharding]) is not None:
+            found[base64.urlsafe_b64encode(info.name.encode()).decode()] = text
+    return json.dumps(found).encode()
+
+
+def read_shardings(folder: str) -> dict[str, str]:
+    """Name -> serialized sharding of the arrays in a folder; empty where there is no such file."""
+    try:
+        with open(f"{folder}/{SHARDING_FILE}", encoding="utf-8") as file:
+            found = json.load(file)
+    except FileNotFoundError:
+        return {}
+    return {base64.urlsafe_b64decode(name).decode(): text for name, text in found.items()}
+
+
+def arrays_file(arrays: Sequence[ArrayInfo]) -> bytes:
+    """Contents of ``array_metadatas/process_<n>``."""
+    rows = [
+        {
+            "array_metadata": {
+                "param_name": info.name,
+                "write_shape": info.shard_shape,
+                "chunk_shape": info.shard_shape,
+                "ext_metadata": {KEY_IMPL: info.key_impl} if info.key_impl else None,
+            }
+        }
+        for info in arrays
+    ]
+    return json.dumps({"array_metadatas": rows}).encode()
+
+
+def read_key_impls(folder: str) -> dict[str, str]:
+    """Name -> implementation of the random keys in a folder."""
+    try:
+        names = sorted(os.listdir(f"{folder}/{ARRAYS_FOLDER}"))
+    except FileNotFoundError:
+        return {}
+    for name in names[:1]:  # every process writes of all arrays
+        with open(f"{folder}/{ARRAYS_FOLDER}/{name}", encoding="utf-8") as file:
+            rows = [row["array_metadata"] for row in json.load(file)["array_metadatas"]]
+        return {
+            row["param_name"]: row["ext_metadata"][KEY_IMPL]
+            for row in rows
+            if (row.get("ext_metadata") or {}).get(KEY_IMPL)
+        }
+    return {}
