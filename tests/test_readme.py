@@ -1,0 +1,49 @@
+"""The README's code runs as written: first as a new job, then again, as after a crash."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def program(job_root: str) -> str:
+    """All Python blocks of the README as one program, with the job roots of this test in place of its own."""
+    text = (ROOT / "README.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    assert "/dev/shm/job-1" in code and "/dev/shm/job-2" in code
+    return code.replace("/dev/shm/job-", f"{job_root}/job-")
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_readme_runs_as_written(program: str) -> None:
+    assert run(program).splitlines() == ["[30]", "(1000, 1000)"]
+
+
+def test_killed_at_step_25_it_goes_on_from_step_20(program: str) -> None:
+    first = program.split("import torch.distributed.checkpoint")[0]
+    dies = first.replace(
+        "        if step % 10 == 0:",
+        "        if step == 25:\n            import os; os.abort()\n        if step % 10 == 0:",
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", dies], timeout=120, cwd=ROOT, check=False)
+    tells = first.replace(
+        "    fp.recover(state)", "    print(fp.recover(state).step, len(optimizer.state_dict()['state']))"
+    )
+    assert run(tells).splitlines() == ["20 2", "[30]"]
