@@ -1,0 +1,42 @@
+"""Fixtures for tests with JAX; without JAX, Orbax, Flax or Optax all of this folder is skipped."""
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+# Before JAX looks at them: four devices, so that a single process can shard.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+
+if TYPE_CHECKING:
+    from tests.jax.workers import Workers
+
+try:
+    import flax  # noqa: F401
+    import google_crc32c  # noqa: F401
+    import jax  # noqa: F401
+    import optax  # noqa: F401
+    import orbax.checkpoint  # noqa: F401
+except ImportError as error:
+    collect_ignore_glob = ["test_*.py"]
+    _MISSING = str(error)
+else:
+    _MISSING = ""
+
+
+def pytest_report_header() -> str | None:
+    return f"tests/jax is skipped: {_MISSING}" if _MISSING else None
+
+
+@pytest.fixture(scope="session")
+def workers() -> "Iterator[Workers]":
+    """Two JAX processes that stay up: see `Workers.run`."""
+    from tests.jax.workers import Workers
+
+    pool = Workers()
+    try:
+        yield pool
+    finally:
+        pool.close()
