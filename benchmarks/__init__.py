@@ -1,0 +1,1 @@
+"""Benchmarks: run as modules, such as ``python -m benchmarks.save_load``."""
