@@ -53,4 +53,4 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 # The project is editable, so a change of code needs no second install.
 say "installing what constraints.txt pins (a minute or two the first time)"
 pip install --quiet -c constraints.txt hatchling
-pip install --quiet -c constraints.txt --no-build-isolation -e '.[torch,dev]'
+pip install --quiet -c constraints.txt --no-build-isolation -e '.[torch,jax,dev]'
