@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,6 +35,7 @@ from flashpoint.job import Job, open_job, raise_any
 from flashpoint.layout import plan_layout
 from flashpoint.loader import MLFlashpointCheckpointLoader
 from flashpoint.memory import human_bytes
+from flashpoint.recovery import left_out, left_out_sentences, mismatch
 from flashpoint.retention import NOTHING, Version
 from flashpoint.retrieval import Need
 from flashpoint.saver import MLFlashpointCheckpointSaver, PendingCheckpoint
@@ -399,7 +401,8 @@ class Flashpoint:
                 Stateful objects get ``load_state_dict``. A mapping that is empty, such as the ``state``
                 of a fresh optimizer, gets whatever the version holds there.
             step: this step, instead of the newest.
-            partial: allow the state to leave out names that the version holds.
+            partial: allow all ranks to leave out names that the version holds. Without it, a rank may leave out
+                what another one's state has, such as the layers of another stage.
             fallback: where memory has nothing, the path of a checkpoint in long-term storage that
                 ``dcp.load`` reads, or what to call with the state: it fills it, and returns the step (or
                 None, if there is nothing there either).
@@ -420,7 +423,7 @@ class Flashpoint:
         def needs(view: CheckpointView) -> Sequence[Need]:
             for restore in restores:
                 restore.undo()  # of a version that was not to be had
-            restores[:] = [self._restore(state, view, partial)]
+            restores[:] = [self._restore(state, view)]
             return restores[0].needs()
 
         with timings.span("find"):
@@ -437,17 +440,19 @@ class Flashpoint:
             restore: Restore | None = None
             error: Exception | None = None
             try:
-                restore = restores[0] if restores else self._restore(state, view, partial)
+                restore = restores[0] if restores else self._restore(state, view)
                 restore.check()
             except Exception as failure:  # whatever a user's state_dict may raise
                 error = failure
             try:
                 self._agree("recover", error)
+                assert restore is not None
+                if not partial:
+                    self._check_nothing_is_left_out(view, restore.left_out)
             except FlashpointError:
                 if restore is not None:
                     restore.undo()
                 raise
-            assert restore is not None
             try:
                 restore.fill()
             except Exception as failure:  # whatever a user's load_state_dict may raise
@@ -462,8 +467,29 @@ class Flashpoint:
         logger.info("step %d was recovered from %s memory in %.3f s", version.step, tier, seconds)
         return RecoverResult(version.step, tier, seconds, restore.nbytes, timings)
 
-    def _restore(self, state: Mapping[str, Any], view: CheckpointView, partial: bool) -> Restore:
-        return Restore(state, view, plans=self._plans, partial=partial, allow_pickle=self.config.allow_pickle)
+    def _restore(self, state: Mapping[str, Any], view: CheckpointView) -> Restore:
+        return Restore(state, view, plans=self._plans, allow_pickle=self.config.allow_pickle)
+
+    def _check_nothing_is_left_out(self, view: CheckpointView, names: Sequence[str]) -> None:
+        """Raise on every rank if the version holds a name that no rank's state has.
+
+        One rank may well leave out what another has: a stage of a pipeline, an expert.
+
+        Args:
+            names: what this rank's state leaves out.
+        """
+        rank = self._coordinator.rank
+        everything = left_out(view.manifest, (), rank)
+        mine = set(names)
+        bits = np.packbits([name in mine for name in everything]).tobytes() if names else b""
+        answers = self._all_gather("left-out", bits)
+        if not all(answers):
+            return
+        by_all = np.bitwise_and.reduce([np.frombuffer(answer, np.uint8) for answer in answers])
+        flags = np.unpackbits(by_all, count=len(everything))
+        found = [name for name, flag in zip(everything, flags, strict=True) if flag]
+        if found:
+            raise mismatch(view.manifest, left_out_sentences(found), rank)
 
     def _fall_back(
         self, state: Mapping[str, Any], fallback: Fallback | None, start_s: float
@@ -492,13 +518,15 @@ class Flashpoint:
 
     def _agree(self, topic: str, error: Exception | None) -> None:
         """Raise on every rank what any rank found."""
-        self._agreements += 1
-        answers = self._coordinator.all_gather(
-            f"{topic}/{self._agreements}",
-            b"" if error is None else reason_of(error).encode(errors="replace"),
-            self.config.recovery_timeout_s,
-        )
+        reason = b"" if error is None else reason_of(error).encode(errors="replace")
+        answers = self._all_gather(topic, reason)
         raise_any(error, {rank: answer.decode() for rank, answer in enumerate(answers) if answer})
+
+    def _all_gather(self, topic: str, data: bytes) -> list[bytes]:
+        self._agreements += 1
+        return self._coordinator.all_gather(
+            f"{topic}/{self._agreements}", data, self.config.recovery_timeout_s
+        )
 
     # ---- life -----------------------------------------------------------------------------------
 
