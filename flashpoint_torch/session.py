@@ -26,6 +26,7 @@ from flashpoint.errors import (
     DeadlineError,
     FlashpointError,
     NoSpaceError,
+    RecoveryError,
     SaveError,
     reason_of,
 )
@@ -413,6 +414,8 @@ class Flashpoint:
         Raises:
             MismatchError: names, shapes or dtypes differ; the message lists the first ten.
             CheckpointNotFoundError: the ``step`` asked for cannot be loaded.
+            RecoveryError: there are versions, but none could be loaded, for a reason that may pass, such as no
+                space for what a replaced node lacks; and there is no fallback.
         """
         self._check_open()
         start_s = time.perf_counter()
@@ -496,6 +499,12 @@ class Flashpoint:
     ) -> RecoverResult | None:
         """Load from long-term storage, since no node's memory has a version that every rank can use."""
         if fallback is None:
+            if self._loader.unloadable:
+                raise RecoveryError(
+                    f"rank {self._coordinator.rank}: steps {self._loader.unloadable} are below {self.job_root} or on "
+                    "its peers, but none could be loaded; the warnings before this say why. Mend that and start "
+                    "again, pass a fallback, or remove the steps to start from scratch"
+                )
             return None
         logger.warning("memory holds no usable checkpoint below %s: falling back to storage", self.job_root)
         error: Exception | None = None
