@@ -34,7 +34,6 @@ class Job:
         self.world = world
         self.is_alive = True
         self.is_done = False  # it has saved for the last time
-        self.saves = 0
         self._settled = NOTHING
         self._completed: Version | None = None
         nodes = world.settings.nodes
@@ -98,8 +97,7 @@ class Job:
 
     def _save(self, step: int) -> Process:
         world, nodes = self.world, self.world.settings.nodes
-        self.saves += 1
-        key = Key(self.epoch, step, f"{self.epoch:08x}{step:08x}{self.saves:016x}")
+        key = Key(self.epoch, step, f"{next(world.digests):032x}")
         votes, written, cleared, retired = (Gate(nodes) for _ in range(4))
 
         def part(rank: int) -> Process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class World:
         self.memories = [Memory(f"node-{index}") for index in range(settings.nodes)]
         self.checker = Checker(self)
         self.agents: list[Agent] = []
+        self.digests = itertools.count()  # no two saves are the same bytes
         self.is_quiet = False
         self.jobs = 1
         for index in range(settings.nodes):
