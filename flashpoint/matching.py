@@ -162,13 +162,14 @@ def _asked(
         return [None] * len(leaves), []
     if not isinstance(rule, Mapping):
         return [rule(leaf.shown) for leaf in leaves], []
-    known = {name for leaf in leaves for name in leaf}
+    # The very name comes before one that differs in its dots and slashes.
+    by_dots = {_dots(key): key for key in rule}
+    keys = [next((name for name in leaf if name in rule), by_dots.get(_dots(leaf.dotted))) for leaf in leaves]
+    unused = rule.keys() - set(keys)
     wrong = [
-        f"{key[:200]!r}: {option}= names it, but the state has no such leaf"
-        for key in rule
-        if key not in known
+        f"{key[:200]!r}: {option}= names it, but the state has no such leaf" for key in rule if key in unused
     ]
-    return [rule.get(leaf.shown, rule.get(leaf.dotted)) for leaf in leaves], wrong
+    return [None if key is None else rule[key] for key in keys], wrong
 
 
 def _dots(name: str) -> str:
