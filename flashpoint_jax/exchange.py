@@ -200,10 +200,13 @@ class _Loading:
         host = stored.astype(want.dtype)
         if stored.dtype.kind in "iu" and want.dtype.kind in "iu" and not np.array_equal(host, stored):
             return f"{name[:200]!r}: holds values that {want.dtype} does not"
+        # Where a process has no shard of it, the dtype would be unknown.
         self._found[i] = (
             host
             if want.sharding is None
-            else jax.make_array_from_callback(want.shape, want.sharding, lambda index: host[index])
+            else jax.make_array_from_callback(
+                want.shape, want.sharding, lambda index: host[index], dtype=want.dtype
+            )
         )
         return ""
 
@@ -237,7 +240,7 @@ def _as_stored(leaf: Any) -> _Leaf:
         MismatchError: no array could be made so.
     """
     if isinstance(leaf, np.ndarray):
-        return _Leaf(leaf.shape, leaf.dtype, None)
+        return _Leaf(leaf.shape, _known(leaf.dtype), None)
     shape, sharding = tuple(leaf.shape), getattr(leaf, "sharding", None)
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(_default_device())
@@ -245,12 +248,20 @@ def _as_stored(leaf: Any) -> _Leaf:
         raise MismatchError(f"a sharding over devices is needed, not {sharding}")
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return _key_numbers(leaf, shape, sharding)
-    dtype = np.dtype(leaf.dtype)
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:  # of a size that the mesh does not divide
+        raise MismatchError(str(error)) from None
+    dtype = _known(np.dtype(leaf.dtype))
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise MismatchError(f"{dtype} arrays need jax_enable_x64; without it, ask for a narrower dtype")
-    if dtype.name not in DTYPES:
-        raise MismatchError(f"dtype {dtype} is none that is stored")
     return _Leaf(shape, dtype, sharding)
+
+
+def _known(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    if dtype.name not in DTYPES:
+        raise MismatchError(f"dtype {dtype} is none that can be stored")
+    return dtype
 
 
 def _default_device() -> jax.Device:

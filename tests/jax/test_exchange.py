@@ -131,6 +131,18 @@ def test_two_processes_each_load_their_shards(torch_run: str, workers: Workers) 
     assert workers.run(load_together, torch_run) == [4, 4]
 
 
+def load_on_the_first(container: str) -> int:
+    """Onto devices that are all the first process's."""
+    found = flashpoint_jax.load(container, wanted(trees.mesh(2, 2)))["model"]
+    return sum(len(leaf.addressable_shards) for leaf in jax.tree.leaves(found))
+
+
+def test_a_process_without_shards_reads_nothing(torch_run: str, job_root: str, workers: Workers) -> None:
+    tree = wanted(trees.mesh(2, 2))
+    tree = {"model": tree["model"]}
+    assert workers.run(load_on_the_first, torch_run) == [4 * len(jax.tree.leaves(tree)), 0]
+
+
 def load_rows(container: str) -> str:
     """The rows of a matrix that this process's devices have; the first half is all in rank 0's object."""
     sharding = NamedSharding(trees.mesh(8, names=("x",)), PartitionSpec("x"))
@@ -320,6 +332,29 @@ def test_a_module_is_filled_where_it_is(job_root: str) -> None:
         assert tensor.data_ptr() == held[name]
 
 
+class Tracker:
+    """A Stateful of the user's."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(3)
+        self.loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "count": 0, "seen": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+def test_stateful_objects_load_what_was_found(job_root: str) -> None:
+    path = save_orbax(job_root, {"tracker": {"mean": jnp.arange(3.0), "count": 4, "seen": np.arange(2)}})
+    tracker = Tracker()
+    fpt.load(path, {"tracker": tracker})
+    assert tracker.loaded["mean"] is tracker.mean
+    assert tracker.mean.tolist() == [0, 1, 2]
+    assert (tracker.loaded["count"], tracker.loaded["seen"].tolist()) == (4, [0, 1])
+
+
 def test_torch_ranks_load_their_shards(ranks: Ranks, job_root: str) -> None:
     matrices = {
         name: np.asarray(leaf) for name, leaf in names_of(train_state()).items() if np.ndim(leaf) == 2
@@ -469,12 +504,19 @@ def test_what_does_not_fit_is_named(stored: str, case: str) -> None:
 
 
 def test_what_only_jax_refuses(stored: str) -> None:
+    columns = NamedSharding(trees.mesh(2, 2), PartitionSpec(None, "x"))
+    uneven = Abstract((2, 3), jnp.float32, sharding=columns)
+    nowhere = NamedSharding(jax.sharding.AbstractMesh((2,), ("x",)), PartitionSpec("x"))
+    abstract = Abstract((2,), jnp.int32, sharding=nowhere)
     for tree, message in [
         ({"wide": Abstract((2,), np.float64)}, "'wide': float64 arrays need jax_enable_x64"),
         ({"step": Abstract((2,), jnp.int32)}, "'step': shape [] there, [2] here"),
         ({"step": ""}, "'step': int there, str here"),
         ({"lr": 1}, "'lr': float there, int here"),
         ({"wide": object()}, "'wide': an array there, object here"),
+        ({"wide": np.array(["a", "b"])}, "'wide': dtype <U1 is none that can be stored"),
+        ({"model": {"layers.0.weight": uneven}}, "evenly divide the shape"),
+        ({"big": abstract}, "'big': a sharding over devices is needed"),
     ]:
         with pytest.raises(MismatchError) as caught:
             flashpoint_jax.load(stored, tree)
