@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -60,10 +61,14 @@ def load_as_dtensors(path: str, matrices: dict[str, np.ndarray[Any, Any]]) -> No
     mesh = init_device_mesh("cpu", (2,))
     kernel = matrices["params.out.kernel"]
     for cut in (Shard(0), Shard(1), Replicate()):
-        state = {name: distribute_tensor(blank(array), mesh, [cut]) for name, array in matrices.items()}
+        state, through_dcp = (
+            {name: distribute_tensor(blank(array), mesh, [cut]) for name, array in matrices.items()}
+            for _ in range(2)
+        )
         turned = {"kernel": distribute_tensor(blank(kernel.T), mesh, [cut])}
         fpt.load(path, state)
+        dcp.load(through_dcp, checkpoint_id=path, storage_reader=fpt.FlashpointReader())
         fpt.load(path, turned, rename={"kernel": "params.out.kernel"}, transpose={"kernel": (1, 0)})
-        for name, tensor in state.items():
+        for name, tensor in [*state.items(), *through_dcp.items()]:
             assert bits(tensor.full_tensor()) == bits(matrices[name]), name
         assert bits(turned["kernel"].full_tensor()) == bits(kernel.T)
