@@ -4,8 +4,11 @@ import flashpoint_jax
 manager = ocp.CheckpointManager("/dev/shm/job-1", options=options, handler_registry=flashpoint_jax.registry())
 manager.save(step, args=ocp.args.StandardSave(state))       # as before
 state = manager.restore(step, args=ocp.args.StandardRestore(abstract_state))
+
+params = flashpoint_jax.load("/dev/shm/job-2/step-100_ckpt", abstract_params)       # of a PyTorch job
 """
 
+from flashpoint_jax.exchange import load
 from flashpoint_jax.handlers import (
     FlashpointCheckpointHandler,
     FlashpointPyTreeHandler,
@@ -23,5 +26,6 @@ __all__ = [
     "FlashpointSave",
     "FlashpointStandardHandler",
     "StepNameFormat",
+    "load",
     "registry",
 ]

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.experimental.layout import Format
 
-from flashpoint.boxes import Box, overlap
+from flashpoint.boxes import Box, inverse, overlap, untransposed
 from flashpoint.dtypes import dtype_of
 from flashpoint.errors import MismatchError
 from flashpoint.gc_pause import gc_paused
@@ -52,6 +52,7 @@ class Target:
         shape: of the whole; None for the stored one. Where it differs, what is over is cut off and what is
             missing is zero, unless ``strict``.
         dtype: None for the stored one.
+        axes: by which the stored array is transposed, as of `numpy.transpose`; empty for as it is stored.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Target:
     shape: tuple[int, ...] | None = None
     dtype: np.dtype[Any] | None = None
     strict: bool = True
+    axes: tuple[int, ...] = ()
 
 
 class _Piece(NamedTuple):
@@ -104,6 +106,9 @@ def restore_arrays(view: CheckpointView, targets: Sequence[Target], *, threads: 
     shapes: list[tuple[int, ...]] = []
     for number, target in enumerate(targets):
         known = stored(view, target.name)
+        whole = known.shape
+        if target.axes:
+            known = known._replace(shape=tuple(whole[axis] for axis in target.axes))
         shape = known.shape if target.shape is None else tuple(target.shape)
         shapes.append(shape)
         if shape != known.shape and target.strict:
@@ -112,24 +117,30 @@ def restore_arrays(view: CheckpointView, targets: Sequence[Target], *, threads: 
                 f"Truncating/padding is disabled. To enable it, set `strict=False`. ({target.name})"
             )
         dtype = known.dtype if target.dtype is None else np.dtype(target.dtype)
-        for box, devices in _boxes(target, shape):
+        for box, devices in boxes_of(target.sharding, shape):
             piece = _Piece(number, box, empty(box.shape, dtype), devices)
             pieces.append(piece)
             shared = box if shape == known.shape else _shared(box, known.shape)
             if shared != box:
                 piece.host.fill(0)
             if shared is not None:
-                wanted.append(Entry(target.name, known.dtype.name, shared.shape, shared.start, known.shape))
-                into.append(piece.host[_slices(box, shared)])
+                there, part = shared, piece.host[_slices(box, shared)]
+                if target.axes:
+                    there, part = untransposed(shared, target.axes), part.transpose(inverse(target.axes))
+                wanted.append(Entry(target.name, known.dtype.name, there.shape, there.start, whole))
+                into.append(part)
     _copy(view, wanted, into, threads)
     return _arrays(targets, shapes, pieces)
 
 
-def _boxes(target: Target, shape: tuple[int, ...]) -> list[tuple[Box, list[jax.Device]]]:
-    if target.sharding is None:
+def boxes_of(
+    sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]
+) -> list[tuple[Box, list[jax.Device]]]:
+    """The boxes of an array that this process needs, each with its devices that get it."""
+    if sharding is None:
         return [(Box.whole(shape), [])]
     found: dict[Box, list[jax.Device]] = {}
-    for device, index in target.sharding.addressable_devices_indices_map(shape).items():
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
         found.setdefault(box_of(index or (), shape), []).append(device)
     return list(found.items())
 
@@ -193,8 +204,10 @@ def _arrays(
         shards[number].append(shard)
     for number, target in enumerate(targets):
         if target.sharding is not None:
+            # Without a shard in this process, the dtype would be unknown.
+            dtype = None if shards[number] or target.dtype is None else target.dtype
             found[number] = jax.make_array_from_single_device_arrays(
-                shapes[number], target.sharding, shards[number]
+                shapes[number], target.sharding, shards[number], dtype=dtype
             )
     return found
 
