@@ -21,6 +21,7 @@ from flashpoint.markers import Marker
 from flashpoint.memory import file_system
 
 TEMPORARY: Final = ".orbax-checkpoint-tmp"
+SUMS_FILE: Final = ".sidecars"  # see `flashpoint_jax.sidecars`
 # `100`, `prefix_100`, `00000100`, and Flashpoint's own `step-100_ckpt`.
 _STEP: Final = re.compile(r"(?:step-(?P<own>[0-9]{1,19})_ckpt|(?:.+_)?(?P<step>[0-9]{1,19}))", re.ASCII)
 
@@ -85,8 +86,9 @@ def is_local(path: str) -> bool:
 
 
 def holds_blobs(folder: str | os.PathLike[str]) -> bool:
-    """Whether Flashpoint wrote this item, and not a stock handler."""
-    return os.path.lexists(f"{os.fspath(folder)}/{MANIFEST_NAME}")
+    """Whether Flashpoint wrote this item, and not a stock handler; be it that the manifest was lost since."""
+    path = os.fspath(folder)
+    return os.path.lexists(f"{path}/{MANIFEST_NAME}") or os.path.lexists(f"{path}/{SUMS_FILE}")
 
 
 def write_files(folder: str, files: Mapping[str, bytes]) -> None:

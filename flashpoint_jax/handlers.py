@@ -38,7 +38,7 @@ from flashpoint_jax.folder import ItemFolder, holds_blobs, is_local
 from flashpoint_jax.leaves import BlobRegistry, OpenFolders, is_ours
 from flashpoint_jax.plan import PlanCache, StatePlan, Writers
 from flashpoint_jax.session import ItemSaver, Session, folder_at, orbax_config, session_of
-from flashpoint_jax.sidecars import Sidecars
+from flashpoint_jax.sidecars import Sidecars, add_strings
 from flashpoint_jax.staging import stage_into, start_copies
 
 _POLL_S: Final = 0.002
@@ -175,7 +175,9 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
 
     def finalize(self, directory: Any) -> None:
         # Nothing is left to do for a folder with a manifest: all processes have agreed that it is whole.
-        if not holds_blobs(directory):
+        if holds_blobs(directory):
+            add_strings(str(directory))
+        else:
             super().finalize(directory)
 
     # ---- reading --------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from flashpoint.view import CheckpointView
 from flashpoint_jax.coordinator import default_coordinator
 from flashpoint_jax.folder import ItemFolder, StepMarkers, parse_folder, unfinished_items, write_files
 from flashpoint_jax.plan import StatePlan
-from flashpoint_jax.sidecars import Sidecars
+from flashpoint_jax.sidecars import Sidecars, check_sidecars
 
 WRITER_NAME: Final = f"flashpoint_jax, jax {jax.__version__}, orbax-checkpoint {ocp.__version__}"
 """What a manifest says wrote it."""
@@ -54,6 +54,14 @@ class ItemSaver(MLFlashpointCheckpointSaver):
         write_files(pending.container.path, self.sidecars[pending.topic].files(manifest))
 
 
+class ItemLoader(MLFlashpointCheckpointLoader):
+    """The loader of items: all processes agree that the files beside the objects are sound too."""
+
+    def _verify_share(self, view: CheckpointView) -> None:
+        super()._verify_share(view)
+        check_sidecars(view.container.path, view.manifest)
+
+
 class Session:
     """One root's memory, for this process.
 
@@ -70,7 +78,7 @@ class Session:
         self._objects: CheckpointObjectManager | None = None
         self._epoch = 0
         self._savers: dict[str, ItemSaver] = {}
-        self._loader: MLFlashpointCheckpointLoader | None = None
+        self._loader: ItemLoader | None = None
         self._reading: CheckpointObjectManager | None = None
         self._sizes: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -150,7 +158,7 @@ class Session:
         """
         with self._lock:
             if self._loader is None:
-                self._loader = MLFlashpointCheckpointLoader(self._reader(), default_coordinator("load"))
+                self._loader = ItemLoader(self._reader(), default_coordinator("load"))
             loader = self._loader
             loader.objects = self._reader()
         container = self._as_saved(container)
@@ -165,6 +173,7 @@ class Session:
         try:
             if self.config.verify:
                 view.verify()
+                check_sidecars(container.path, view.manifest)
         except BaseException:
             view.close()
             raise
@@ -174,7 +183,10 @@ class Session:
         """Open a version for what its manifest says; on this process alone."""
         with self._lock:
             objects = self._reader()
-        return CheckpointView(objects, self._as_saved(container), verify=False)
+        view = CheckpointView(objects, self._as_saved(container), verify=False)
+        if self.config.verify:
+            check_sidecars(container.path, view.manifest)
+        return view
 
     def _reader(self) -> CheckpointObjectManager:
         if self._objects is not None:
