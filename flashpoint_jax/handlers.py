@@ -131,7 +131,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         others would go on to a barrier that this one never comes to.
         """
         session = session_of(container.job_root, self.config, per_host=self._per_host)
-        saver = session.saver(container.item)
+        saver = session.saver(container)
         pending = saver.begin(container, tag="item/")
         error: Exception | None = None
         try:

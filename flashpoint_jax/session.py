@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -35,6 +36,7 @@ from flashpoint_jax.sidecars import Sidecars, check_sidecars
 WRITER_NAME: Final = f"flashpoint_jax, jax {jax.__version__}, orbax-checkpoint {ocp.__version__}"
 """What a manifest says wrote it."""
 
+_REMOVAL_S: Final = 5.0
 _SPARE_VERSIONS: Final = 2  # free buffers kept: one for the next save, one for Orbax to be late in deleting
 
 
@@ -86,11 +88,12 @@ class Session:
 
     # ---- saving ---------------------------------------------------------------------------------
 
-    def saver(self, item: str) -> ItemSaver:
-        """The saver of an item. All processes ask for the same items in the same order."""
+    def saver(self, container: ItemFolder) -> ItemSaver:
+        """The saver of an item, to begin with this version. All processes ask for them in the same order."""
+        item = container.item
         with self._lock:
             if item not in self._savers:
-                objects = self._open()
+                objects = self._open(container)
                 self._savers[item] = ItemSaver(
                     objects,
                     default_coordinator(f"save/{item}"),
@@ -100,29 +103,32 @@ class Session:
                 )
             return self._savers[item]
 
-    def _open(self) -> CheckpointObjectManager:
+    def _open(self, first: ItemFolder) -> CheckpointObjectManager:
         """Open the job for saving: agree on its epoch, clean up what a crash left. Once, on all processes."""
         if self._objects is None or self._coordinator is None:
             self._coordinator = default_coordinator("session")
             rank = self._coordinator.rank
-            self._drop_debris(rank, self._coordinator.world_size)
+            self._drop_debris(rank, self._coordinator.world_size, first)
             job = open_job(self.root, self.config, self._coordinator)
             self._objects, self._epoch = job.objects, job.epoch
         return self._objects
 
-    def _drop_debris(self, rank: int, world_size: int) -> None:
+    def _drop_debris(self, rank: int, world_size: int, first: ItemFolder) -> None:
         """Take this process's objects out of items that a crash left unfinished: Orbax may keep the folders.
 
-        Those of ranks that are no more are the first rank's to take.
+        Those of ranks that are no more are the first rank's to take. A folder of the step that is about to be
+        saved Orbax is removing right now, and would stumble over files that vanish; its memory is waited for.
         """
         objects = CheckpointObjectManager(self.root, rank=rank, config=self.config, create=False)
         for container in unfinished_items(self.root):
             if is_live(f"{self.root}/{marker_name(container, rank)}"):
                 continue
-            owners = {owner for name in os.listdir(container.path) if (owner := _owner_of(name)) is not None}
-            for owner in owners:
-                if owner == rank or (rank == 0 and owner >= world_size):
-                    objects.remove_objects_of(container, owner, keep_folder=True)
+            names = [name for name in _names_in(container.path) if _is_left_to(rank, world_size, name)]
+            if container.step == first.step:
+                _await_removal([f"{container.path}/{name}" for name in names])
+                continue
+            for owner in {CheckpointObjectId.parse(name).rank for name in names}:
+                objects.remove_objects_of(container, owner, keep_folder=True)
 
     def stage(self, saver: ItemSaver, plan: StatePlan, fill: Any) -> list[StagedObject]:
         """The objects of this process's part: one, or none where it stores nothing."""
@@ -203,11 +209,28 @@ class Session:
         return dataclasses.replace(container, step=decode_record(data.partition(b"\n")[0]).step)
 
 
-def _owner_of(name: str) -> int | None:
+def _names_in(folder: str) -> list[str]:
     try:
-        return CheckpointObjectId.parse(name).rank
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _is_left_to(rank: int, world_size: int, name: str) -> bool:
+    """Whether a file is an object that a crash left, for this rank to remove."""
+    try:
+        owner = CheckpointObjectId.parse(name).rank
     except InvalidIdError:
-        return None
+        return False
+    return owner == rank or (rank == 0 and owner >= world_size)
+
+
+def _await_removal(paths: Iterable[str]) -> None:
+    """Wait a little until these files are gone; whoever removes them has begun."""
+    deadline = time.monotonic() + _REMOVAL_S
+    for path in paths:
+        while os.path.lexists(path) and time.monotonic() < deadline:
+            time.sleep(0.002)
 
 
 _sessions: dict[tuple[str, FlashpointConfig, bool], Session] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -248,6 +249,28 @@ def test_without_its_manifest_a_folder_is_not_taken_for_one_of_orbaxs_own(job_ro
         flip(folder / BLOB, (folder / BLOB).stat().st_size - PAGE, 0)
         with pytest.raises(CheckpointNotFoundError):
             m.restore(NEWER)
+
+
+def test_what_a_cut_off_deletion_leaves_is_never_restored_as_something_else(job_root: str) -> None:
+    """`rmtree` takes the files in any order; the index that is left may name blobs that are not."""
+    rng = random.Random(0)
+    folder, copy = Path(job_root, str(NEWER), "default"), Path(job_root, "copy")
+    with saved(job_root) as m:
+        shutil.copytree(folder, copy)
+        names = files_of(folder)
+        for _ in range(12):
+            order = rng.sample(names, len(names))
+            for n, name in enumerate(order):
+                (folder / name).unlink()
+                try:
+                    without_arguments(m, NEWER)
+                except AssertionError as error:
+                    raise AssertionError(f"without {order[: n + 1]}") from error
+                except Exception:
+                    assert set(order[: n + 1]) - set(NOT_READ), order  # Orbax's own, or ours
+            for name in names:
+                shutil.copy(copy / name, folder / name)
+        without_arguments(m, NEWER)
 
 
 def test_what_a_damaged_file_is_called_is_told(job_root: str) -> None:
