@@ -32,6 +32,7 @@ from flashpoint_jax.coordinator import default_coordinator
 from flashpoint_jax.folder import ItemFolder, StepMarkers, parse_folder, unfinished_items, write_files
 from flashpoint_jax.plan import StatePlan
 from flashpoint_jax.sidecars import Sidecars, check_sidecars
+from flashpoint_jax.zarr_index import seal_checksums
 
 WRITER_NAME: Final = f"flashpoint_jax, jax {jax.__version__}, orbax-checkpoint {ocp.__version__}"
 """What a manifest says wrote it."""
@@ -46,6 +47,11 @@ class ItemSaver(MLFlashpointCheckpointSaver):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sidecars: dict[str, Sidecars] = {}  # by topic, of saves under way
+
+    def _fill_gaps(self, pending: PendingCheckpoint, part: StagedObject) -> None:
+        super()._fill_gaps(pending, part)
+        if self.sidecars[pending.topic].ts_checksums:
+            seal_checksums(part.buffer.data, part.layout)
 
     def _put_manifest(
         self, pending: PendingCheckpoint, record: CommitRecord, values: Iterable[bytes]

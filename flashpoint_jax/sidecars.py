@@ -19,7 +19,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import msgspec
 import xxhash
@@ -31,7 +31,7 @@ from flashpoint.manifest import Manifest
 from flashpoint.telemetry import warn_once
 from flashpoint_jax.folder import SUMS_FILE, write_files
 from flashpoint_jax.plan import ArrayInfo
-from flashpoint_jax.zarr_index import index_files, plan_index, sources_of, uuid_of
+from flashpoint_jax.zarr_index import ZarrFormat, index_files, plan_index, sources_of, uuid_of
 
 TREE_FILE: Final = "_METADATA"
 SHARDING_FILE: Final = "_sharding"
@@ -50,6 +50,7 @@ class Sidecars:
         arrays: every `jax.Array`.
         custom_metadata: the user's.
         container: where it goes; what another node holds alone is not in the index of a per-host folder.
+        ts_checksums: the index is of zarr v3, with a checksum behind every chunk; else of v2.
     """
 
     tree: dict[str, Any]
@@ -58,6 +59,7 @@ class Sidecars:
     container: CheckpointContainerId
     rank: int
     per_host: bool
+    ts_checksums: bool = False
 
     def files(self, manifest: Manifest) -> dict[str, bytes]:
         """Name -> contents, in the order of writing: what names others comes after them."""
@@ -68,16 +70,22 @@ class Sidecars:
             files[SHARDING_FILE] = sharding_file(self.arrays)
             files[f"{ARRAYS_FOLDER}/process_{self.rank}"] = arrays_file(self.arrays)
         sources = sources_of(manifest)
+        zarr: _Zarr = {"zarr_format": 3 if self.ts_checksums else 2, "checksums": self.ts_checksums}
         if self.per_host:
             sources = [one for one in sources if os.path.lexists(f"{self.container.path}/{one.file}")]
-        elif refused := plan_index(sources).refused:
+        elif refused := plan_index(sources, **zarr).refused:
             names = ", ".join(f"{name[:200]!r} ({why})" for name, why in list(refused.items())[:5])
             warn_once(
                 f"index:{manifest.objects[0].layout}",
                 f"stock Orbax cannot read {len(refused)} arrays: {names}",
             )
         files[SUMS_FILE] = sums_file(files, manifest.digest)
-        return {**files, **index_files(sources, uuid_of(manifest), partial=True)}
+        return {**files, **index_files(sources, uuid_of(manifest), partial=True, **zarr)}
+
+
+class _Zarr(TypedDict):
+    zarr_format: ZarrFormat
+    checksums: bool
 
 
 class _Sums(msgspec.Struct):
