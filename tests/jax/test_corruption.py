@@ -190,7 +190,7 @@ def flip_and_restore(job_root: str, *, seed: int, flips: int) -> None:
 
 
 def test_a_flipped_bit_is_never_restored(job_root: str) -> None:
-    flip_and_restore(job_root, seed=0, flips=12)
+    flip_and_restore(job_root, seed=0, flips=24)
 
 
 @pytest.mark.soak
