@@ -172,12 +172,14 @@ def train(
     saves: int = 10**9,
     waits: bool = True,
     slow_seed: int | None = None,
+    kill_at: int | None = None,
 ) -> None:
     """Check every step that is there, then save one after the other, through a stock manager.
 
     Args:
         waits: for each save to be complete, before the next begins.
         slow_seed: make every change to the file system take a random moment first, so that a kill may come at any.
+        kill_at: die before this change, counted from the start.
     """
     import jax
     import orbax.checkpoint as ocp
@@ -192,7 +194,7 @@ def train(
     log.write("start")
     options = ocp.CheckpointManagerOptions(max_to_keep=KEEP, enable_async_checkpointing=True)
     with (
-        _slow_changes(slow_seed),
+        _changes(slow_seed, kill_at),
         ocp.CheckpointManager(
             root, options=options, handler_registry=flashpoint_jax.registry(commit_timeout_s=20)
         ) as m,
@@ -229,20 +231,28 @@ def train(
         log.write("done")
 
 
-@contextmanager
-def _slow_changes(seed: int | None) -> Iterator[None]:
-    rng = random.Random(seed)
+CHANGING: Final = ("ftruncate", "link", "mkdir", "posix_fallocate", "rename", "replace", "rmdir", "unlink")
 
-    def slow(function: Any) -> Any:
+
+@contextmanager
+def _changes(slow_seed: int | None, kill_at: int | None) -> Iterator[None]:
+    """Do what `train` was asked to before each change to the file system, whoever makes it."""
+    rng = random.Random(slow_seed)
+    numbers = itertools.count(1)
+
+    def patched(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(rng.expovariate(1 / 0.001))
+            if next(numbers) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if slow_seed is not None:
+                time.sleep(rng.expovariate(1 / 0.001))
             return function(*args, **kwargs)
 
         return call
 
     with ExitStack() as stack:
-        for name in ("link", "mkdir", "rename", "replace", "rmdir", "unlink") if seed is not None else ():
-            stack.enter_context(patch.object(os, name, slow(getattr(os, name))))
+        for name in CHANGING if (slow_seed, kill_at) != (None, None) else ():
+            stack.enter_context(patch.object(os, name, patched(getattr(os, name))))
         yield
 
 
@@ -299,8 +309,6 @@ def phase_of(found: Look, lines: list[list[str]], newest: int) -> str:
         return "rename"
     return "retire" if len(found.steps) > KEEP else "between"
 
-
-attempts: Final = itertools.count()
 
 if __name__ == "__main__":
     _serve()

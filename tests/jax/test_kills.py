@@ -80,6 +80,18 @@ class Job:
         self.phases[phase] += 1
         self._take_note(phase)
 
+    def ended_by_itself(self) -> bool:
+        """Wait until a process is dead, or all are done; whether they are."""
+        deadline = time.monotonic() + _WAIT_S
+        while all(os.path.exists(f"/proc/{pid}") for pid in self.pids):
+            self._no_errors()
+            if all(["done"] in self.lines(rank) for rank in range(self.world_size)):
+                self.finish()
+                return True
+            assert time.monotonic() < deadline, [self.lines(rank)[-4:] for rank in range(self.world_size)]
+            time.sleep(0.002)
+        return False
+
     def finish(self) -> None:
         """Let a job that saves a few steps come to its end."""
         for rank, pid in enumerate(self.pids):
@@ -185,3 +197,29 @@ def test_killed_at_200_random_moments(
 ) -> None:
     inside = kill_at_random(server, job_root, tmp_path, world_size=world_size, seed=1, kills=kills)
     assert inside >= kills / 5
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_killed_before_every_change_to_the_file_system(
+    server: Server, job_root: str, tmp_path: Path, world_size: int
+) -> None:
+    """Of a start on a crash's debris, three saves, and what Orbax removes for them."""
+    job = Job(server, job_root, tmp_path, world_size)
+    points = 0
+    while True:
+        points += 1
+        job.start(saves=3, kill_at=points)
+        if job.ended_by_itself():
+            break
+        job.end(random.Random(points))
+    print(
+        f"killed before each of {points - 1} changes:",
+        json.dumps(dict(sorted(job.phases.items()))),
+        job.newest,
+    )
+    assert points >= 40
+    job.start(saves=3)
+    job.finish()
+    assert look(job_root).linked == KEEP * world_size
