@@ -251,6 +251,7 @@ def test_without_its_manifest_a_folder_is_not_taken_for_one_of_orbaxs_own(job_ro
             m.restore(NEWER)
 
 
+@pytest.mark.usefixtures("stock_failures")
 def test_what_a_cut_off_deletion_leaves_is_never_restored_as_something_else(job_root: str) -> None:
     """`rmtree` takes the files in any order; the index that is left may name blobs that are not."""
     rng = random.Random(0)

@@ -171,7 +171,7 @@ def test_50000_arrays_are_read_by_stock_libraries(job_root: str, tmp_path: Path,
 # ---- checksums that stock readers verify ------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # stock Orbax's, when it fails
+@pytest.mark.usefixtures("stock_failures")
 def test_stock_readers_find_every_flipped_byte_where_there_are_checksums(job_root: str) -> None:
     over = trees.mesh()
     value = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
