@@ -38,8 +38,9 @@ from flashpoint_jax.folder import ItemFolder, holds_blobs, is_local
 from flashpoint_jax.leaves import BlobRegistry, OpenFolders, is_ours
 from flashpoint_jax.plan import PlanCache, StatePlan, Writers
 from flashpoint_jax.session import ItemSaver, Session, folder_at, orbax_config, session_of
-from flashpoint_jax.sidecars import Sidecars
+from flashpoint_jax.sidecars import Sidecars, add_strings
 from flashpoint_jax.staging import stage_into, start_copies
+from flashpoint_jax.zarr_index import CRC_BYTES
 
 _POLL_S: Final = 0.002
 
@@ -49,11 +50,15 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
 
     Attributes:
         folders: those that are being read now.
+        ts_checksums: whether stock TensorStore is to find a checksum behind every chunk.
     """
 
-    def __init__(self, *, config: FlashpointConfig, multiprocessing_options: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *, config: FlashpointConfig, multiprocessing_options: Any, ts_checksums: bool, **kwargs: Any
+    ) -> None:
         self.folders = OpenFolders()
         self.config = config
+        self.ts_checksums = ts_checksums
         self.registry = BlobRegistry(
             kwargs.pop("type_handler_registry", type_registries.GLOBAL_TYPE_HANDLER_REGISTRY),
             self.folders,
@@ -83,7 +88,8 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
             save_args = stock._fill_missing_save_or_restore_args(item, args.save_args, mode="save")
             casts = tuple(arg.dtype for arg in _leaves_of(save_args, item))
         rank = multihost.process_index()
-        cache = self._plans.setdefault(container.item, PlanCache())
+        trailer_bytes = CRC_BYTES if self.ts_checksums else 0
+        cache = self._plans.setdefault(container.item, PlanCache(trailer_bytes=trailer_bytes))
         plan, leaves = cache.plan(item, casts, Writers(rank, self._per_host))
         if "tree" not in plan.remembered:
             self._describe(plan, item, leaves, save_args)
@@ -110,7 +116,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         shard_shapes = {info.name: info.shard_shape for info in plan.arrays}
         infos = jax.tree.map(
             lambda info: info.replace(write_shape=shard_shapes.get(info.name)),
-            self._get_param_infos(item, stock.epath.Path("/"), use_ocdbt=True, use_zarr3=False),
+            self._get_param_infos(item, stock.epath.Path("/"), use_ocdbt=True, use_zarr3=self.ts_checksums),
         )
         if save_args is None:
             save_args = stock._fill_missing_save_or_restore_args(item, None, mode="save")
@@ -118,7 +124,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
             infos,
             save_args=save_args,
             use_ocdbt=True,
-            use_zarr3=False,
+            use_zarr3=self.ts_checksums,
             pytree_metadata_options=self._pytree_metadata_options,
         ).to_json()
 
@@ -131,7 +137,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         others would go on to a barrier that this one never comes to.
         """
         session = session_of(container.job_root, self.config, per_host=self._per_host)
-        saver = session.saver(container.item)
+        saver = session.saver(container)
         pending = saver.begin(container, tag="item/")
         error: Exception | None = None
         try:
@@ -158,6 +164,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
             container=container,
             rank=saver.coordinator.rank,
             per_host=self._per_host,
+            ts_checksums=self.ts_checksums,
         )
         return ocp.future.CommitFutureAwaitingContractedSignals(
             _commit(session, saver, pending, error), name="flashpoint_commit"
@@ -165,7 +172,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
 
     async def _save_others(self, directory: Any, item: Any, save_args: Any, plan: StatePlan) -> list[Any]:
         """Have the stock handlers save the leaves that are not ours."""
-        infos = self._get_param_infos(item, directory, use_ocdbt=True, use_zarr3=False)
+        infos = self._get_param_infos(item, directory, use_ocdbt=True, use_zarr3=self.ts_checksums)
         if save_args is None:
             save_args = stock._fill_missing_save_or_restore_args(item, None, mode="save")
         requests = stock.batched_serialization_requests(item, infos, save_args, self.registry)
@@ -175,7 +182,9 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
 
     def finalize(self, directory: Any) -> None:
         # Nothing is left to do for a folder with a manifest: all processes have agreed that it is whole.
-        if not holds_blobs(directory):
+        if holds_blobs(directory):
+            add_strings(str(directory))
+        else:
             super().finalize(directory)
 
     # ---- reading --------------------------------------------------------------------------------
@@ -258,14 +267,25 @@ class FlashpointPyTreeHandler(ocp.PyTreeCheckpointHandler):
 
     Args:
         multiprocessing_options: as given to the manager; ``primary_host=None`` for a folder on each host.
+        ts_checksums: store zarr v3 with crc32c, which stock TensorStore and Orbax verify as they read; saving
+            costs one more pass over the bytes, in the background.
         settings: fields of `flashpoint.FlashpointConfig`.
     """
 
     def __init__(
-        self, *, multiprocessing_options: Any = None, config: FlashpointConfig | None = None, **settings: Any
+        self,
+        *,
+        multiprocessing_options: Any = None,
+        config: FlashpointConfig | None = None,
+        ts_checksums: bool = False,
+        **settings: Any,
     ) -> None:
         options = multiprocessing_options or ocp.options.MultiprocessingOptions()
-        impl = _Impl(config=config or orbax_config(**settings), multiprocessing_options=options)
+        impl = _Impl(
+            config=config or orbax_config(**settings),
+            multiprocessing_options=options,
+            ts_checksums=ts_checksums,
+        )
         super().__init__(
             multiprocessing_options=options, handler_impl=impl, type_handler_registry=impl.registry
         )
@@ -286,12 +306,19 @@ class FlashpointStandardHandler(ocp.StandardCheckpointHandler):
     """`ocp.StandardCheckpointHandler`, from memory; arguments as `FlashpointPyTreeHandler`."""
 
     def __init__(
-        self, *, multiprocessing_options: Any = None, config: FlashpointConfig | None = None, **settings: Any
+        self,
+        *,
+        multiprocessing_options: Any = None,
+        config: FlashpointConfig | None = None,
+        ts_checksums: bool = False,
+        **settings: Any,
     ) -> None:
         options = multiprocessing_options or ocp.options.MultiprocessingOptions()
         super().__init__(multiprocessing_options=options)
         self._impl = FlashpointPyTreeHandler(
-            multiprocessing_options=options, config=config or orbax_config(**settings)
+            multiprocessing_options=options,
+            config=config or orbax_config(**settings),
+            ts_checksums=ts_checksums,
         )
         self.typestr = ocp.StandardCheckpointHandler.typestr
 
@@ -339,11 +366,12 @@ class FlashpointRestore(ocp.args.StandardRestore):
     """What to restore: the fields of `ocp.args.StandardRestore`."""
 
 
-def registry(*, multiprocessing_options: Any = None, **settings: Any) -> Any:
+def registry(*, multiprocessing_options: Any = None, ts_checksums: bool = False, **settings: Any) -> Any:
     """Handlers for ``ocp.CheckpointManager(root, handler_registry=...)``: the one line that a program changes.
 
     Args:
         multiprocessing_options: those of the manager's options, where there are any.
+        ts_checksums: store zarr v3 with crc32c (see `FlashpointPyTreeHandler`).
         settings: fields of `flashpoint.FlashpointConfig`, such as ``verify``; what is not given comes from
             ``FLASHPOINT_*`` variables.
 
@@ -352,7 +380,7 @@ def registry(*, multiprocessing_options: Any = None, **settings: Any) -> Any:
     """
     config = orbax_config(**settings)
     made: dict[type[Any], Any] = {
-        kind: kind(multiprocessing_options=multiprocessing_options, config=config)
+        kind: kind(multiprocessing_options=multiprocessing_options, config=config, ts_checksums=ts_checksums)
         for kind in (FlashpointStandardHandler, FlashpointPyTreeHandler, FlashpointCheckpointHandler)
     }
     found = ocp.handlers.DefaultCheckpointHandlerRegistry()

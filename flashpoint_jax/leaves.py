@@ -21,7 +21,7 @@ from orbax.checkpoint._src.metadata import value as value_metadata
 from orbax.checkpoint._src.serialization import types as orbax_types
 
 from flashpoint.view import CheckpointView
-from flashpoint_jax.restore import Target, restore_arrays, stored
+from flashpoint_jax.restore import Stored, Target, restore_arrays, stored
 from flashpoint_jax.sidecars import read_key_impls, read_shardings
 
 
@@ -254,15 +254,27 @@ def _array_metadata(view: CheckpointView, info: Any, sharding: Any) -> Any:
         storage=value_metadata.StorageMetadata(
             chunk_shape=known.chunk_shape,
             write_shape=info.write_shape,
-            zarr_metadata=value_metadata.Zarr2Metadata(
-                shape=known.shape,
-                dtype=known.dtype.str if known.dtype.isbuiltin == 1 else known.dtype.name,
-                chunk_shape=known.chunk_shape,
-                compression=None,
-                order="C",
-                dimension_separator=".",
-            ),
+            zarr_metadata=_zarr_metadata(known, is_v3=bool(info.use_zarr3)),
         ),
+    )
+
+
+def _zarr_metadata(known: Stored, *, is_v3: bool) -> Any:
+    if is_v3:
+        return value_metadata.Zarr3Metadata(
+            shape=known.shape,
+            dtype=known.dtype.name,
+            chunk_shape=known.chunk_shape,
+            compression=None,
+            inner_chunk_shape=None,
+        )
+    return value_metadata.Zarr2Metadata(
+        shape=known.shape,
+        dtype=known.dtype.str if known.dtype.isbuiltin == 1 else known.dtype.name,
+        chunk_shape=known.chunk_shape,
+        compression=None,
+        order="C",
+        dimension_separator=".",
     )
 
 

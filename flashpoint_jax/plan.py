@@ -108,11 +108,12 @@ class StatePlan:
 
 
 @gc_paused()
-def plan_state(item: Any, casts: Sequence[Any], writers: Writers) -> StatePlan:
+def plan_state(item: Any, casts: Sequence[Any], writers: Writers, *, trailer_bytes: int = 0) -> StatePlan:
     """Plan a pytree.
 
     Args:
         casts: the dtype to store each leaf as, None for its own; may be empty.
+        trailer_bytes: room behind every shard (see `plan_layout`).
 
     Raises:
         ValueError: an array that no checkpoint can hold, in Orbax's own words.
@@ -146,7 +147,7 @@ def plan_state(item: Any, casts: Sequence[Any], writers: Writers) -> StatePlan:
         kinds=kinds,
         names=names,
         casts=casts,
-        layout=plan_layout(entries),
+        layout=plan_layout(entries, trailer_bytes=trailer_bytes),
         sources=sources,
         arrays=arrays,
         _traits=_traits_of(leaves, kinds),
@@ -274,10 +275,15 @@ def _traits_of(leaves: Sequence[Any], kinds: Sequence[str]) -> tuple[Any, ...]:
 
 
 class PlanCache:
-    """The last plan of a state, remade when anything about the state changes."""
+    """The last plan of a state, remade when anything about the state changes.
 
-    def __init__(self) -> None:
+    Args:
+        trailer_bytes: room behind every shard.
+    """
+
+    def __init__(self, *, trailer_bytes: int = 0) -> None:
         self._last: StatePlan | None = None
+        self._trailer_bytes = trailer_bytes
 
     def plan(self, item: Any, casts: Sequence[Any], writers: Writers) -> tuple[StatePlan, list[Any]]:
         """The plan of ``item`` and its leaves."""
@@ -285,7 +291,7 @@ class PlanCache:
         if self._last is None or not (
             len(leaves) == len(self._last.kinds) and self._last.match(leaves, treedef, casts)
         ):
-            self._last = plan_state(item, casts, writers)
+            self._last = plan_state(item, casts, writers, trailer_bytes=self._trailer_bytes)
         elif any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array)):
             plan_state(item, casts, writers)  # says which
         return self._last, leaves

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -30,11 +31,13 @@ from flashpoint.view import CheckpointView
 from flashpoint_jax.coordinator import default_coordinator
 from flashpoint_jax.folder import ItemFolder, StepMarkers, parse_folder, unfinished_items, write_files
 from flashpoint_jax.plan import StatePlan
-from flashpoint_jax.sidecars import Sidecars
+from flashpoint_jax.sidecars import Sidecars, check_sidecars
+from flashpoint_jax.zarr_index import seal_checksums
 
 WRITER_NAME: Final = f"flashpoint_jax, jax {jax.__version__}, orbax-checkpoint {ocp.__version__}"
 """What a manifest says wrote it."""
 
+_REMOVAL_S: Final = 5.0
 _SPARE_VERSIONS: Final = 2  # free buffers kept: one for the next save, one for Orbax to be late in deleting
 
 
@@ -45,6 +48,11 @@ class ItemSaver(MLFlashpointCheckpointSaver):
         super().__init__(*args, **kwargs)
         self.sidecars: dict[str, Sidecars] = {}  # by topic, of saves under way
 
+    def _fill_gaps(self, pending: PendingCheckpoint, part: StagedObject) -> None:
+        super()._fill_gaps(pending, part)
+        if self.sidecars[pending.topic].ts_checksums:
+            seal_checksums(part.buffer.data, part.layout)
+
     def _put_manifest(
         self, pending: PendingCheckpoint, record: CommitRecord, values: Iterable[bytes]
     ) -> None:
@@ -52,6 +60,14 @@ class ItemSaver(MLFlashpointCheckpointSaver):
         super()._put_manifest(pending, record, values)
         manifest = self.objects.read_manifest(pending.container)
         write_files(pending.container.path, self.sidecars[pending.topic].files(manifest))
+
+
+class ItemLoader(MLFlashpointCheckpointLoader):
+    """The loader of items: all processes agree that the files beside the objects are sound too."""
+
+    def _verify_share(self, view: CheckpointView) -> None:
+        super()._verify_share(view)
+        check_sidecars(view.container.path, view.manifest)
 
 
 class Session:
@@ -70,7 +86,7 @@ class Session:
         self._objects: CheckpointObjectManager | None = None
         self._epoch = 0
         self._savers: dict[str, ItemSaver] = {}
-        self._loader: MLFlashpointCheckpointLoader | None = None
+        self._loader: ItemLoader | None = None
         self._reading: CheckpointObjectManager | None = None
         self._sizes: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -78,11 +94,12 @@ class Session:
 
     # ---- saving ---------------------------------------------------------------------------------
 
-    def saver(self, item: str) -> ItemSaver:
-        """The saver of an item. All processes ask for the same items in the same order."""
+    def saver(self, container: ItemFolder) -> ItemSaver:
+        """The saver of an item, to begin with this version. All processes ask for them in the same order."""
+        item = container.item
         with self._lock:
             if item not in self._savers:
-                objects = self._open()
+                objects = self._open(container)
                 self._savers[item] = ItemSaver(
                     objects,
                     default_coordinator(f"save/{item}"),
@@ -92,29 +109,32 @@ class Session:
                 )
             return self._savers[item]
 
-    def _open(self) -> CheckpointObjectManager:
+    def _open(self, first: ItemFolder) -> CheckpointObjectManager:
         """Open the job for saving: agree on its epoch, clean up what a crash left. Once, on all processes."""
         if self._objects is None or self._coordinator is None:
             self._coordinator = default_coordinator("session")
             rank = self._coordinator.rank
-            self._drop_debris(rank, self._coordinator.world_size)
+            self._drop_debris(rank, self._coordinator.world_size, first)
             job = open_job(self.root, self.config, self._coordinator)
             self._objects, self._epoch = job.objects, job.epoch
         return self._objects
 
-    def _drop_debris(self, rank: int, world_size: int) -> None:
+    def _drop_debris(self, rank: int, world_size: int, first: ItemFolder) -> None:
         """Take this process's objects out of items that a crash left unfinished: Orbax may keep the folders.
 
-        Those of ranks that are no more are the first rank's to take.
+        Those of ranks that are no more are the first rank's to take. A folder of the step that is about to be
+        saved Orbax is removing right now, and would stumble over files that vanish; its memory is waited for.
         """
         objects = CheckpointObjectManager(self.root, rank=rank, config=self.config, create=False)
         for container in unfinished_items(self.root):
             if is_live(f"{self.root}/{marker_name(container, rank)}"):
                 continue
-            owners = {owner for name in os.listdir(container.path) if (owner := _owner_of(name)) is not None}
-            for owner in owners:
-                if owner == rank or (rank == 0 and owner >= world_size):
-                    objects.remove_objects_of(container, owner, keep_folder=True)
+            names = [name for name in _names_in(container.path) if _is_left_to(rank, world_size, name)]
+            if container.step == first.step:
+                _await_removal([f"{container.path}/{name}" for name in names])
+                continue
+            for owner in {CheckpointObjectId.parse(name).rank for name in names}:
+                objects.remove_objects_of(container, owner, keep_folder=True)
 
     def stage(self, saver: ItemSaver, plan: StatePlan, fill: Any) -> list[StagedObject]:
         """The objects of this process's part: one, or none where it stores nothing."""
@@ -150,7 +170,7 @@ class Session:
         """
         with self._lock:
             if self._loader is None:
-                self._loader = MLFlashpointCheckpointLoader(self._reader(), default_coordinator("load"))
+                self._loader = ItemLoader(self._reader(), default_coordinator("load"))
             loader = self._loader
             loader.objects = self._reader()
         container = self._as_saved(container)
@@ -165,6 +185,7 @@ class Session:
         try:
             if self.config.verify:
                 view.verify()
+                check_sidecars(container.path, view.manifest)
         except BaseException:
             view.close()
             raise
@@ -174,7 +195,10 @@ class Session:
         """Open a version for what its manifest says; on this process alone."""
         with self._lock:
             objects = self._reader()
-        return CheckpointView(objects, self._as_saved(container), verify=False)
+        view = CheckpointView(objects, self._as_saved(container), verify=False)
+        if self.config.verify:
+            check_sidecars(container.path, view.manifest)
+        return view
 
     def _reader(self) -> CheckpointObjectManager:
         if self._objects is not None:
@@ -191,11 +215,28 @@ class Session:
         return dataclasses.replace(container, step=decode_record(data.partition(b"\n")[0]).step)
 
 
-def _owner_of(name: str) -> int | None:
+def _names_in(folder: str) -> list[str]:
     try:
-        return CheckpointObjectId.parse(name).rank
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _is_left_to(rank: int, world_size: int, name: str) -> bool:
+    """Whether a file is an object that a crash left, for this rank to remove."""
+    try:
+        owner = CheckpointObjectId.parse(name).rank
     except InvalidIdError:
-        return None
+        return False
+    return owner == rank or (rank == 0 and owner >= world_size)
+
+
+def _await_removal(paths: Iterable[str]) -> None:
+    """Wait a little until these files are gone; whoever removes them has begun."""
+    deadline = time.monotonic() + _REMOVAL_S
+    for path in paths:
+        while os.path.lexists(path) and time.monotonic() < deadline:
+            time.sleep(0.002)
 
 
 _sessions: dict[tuple[str, FlashpointConfig, bool], Session] = {}

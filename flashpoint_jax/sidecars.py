@@ -5,7 +5,11 @@
 | ``_METADATA`` | the tree: its keys, the type of each leaf | once for each plan |
 | ``_sharding`` | how each array was sharded | once for each plan |
 | ``array_metadatas/process_<n>`` | shard shapes; which arrays are random keys | once for each plan |
+| ``.sidecars`` | digests of those above, and of the manifest | for each version |
 | ``manifest.ocdbt``, ``nodes-*.ocdbt`` | where each shard's bytes lie | for each version |
+
+Orbax reads the first three and has no sums for them. A restore of ours believes them once they match ``.sidecars``; the
+index it does not read.
 """
 
 from __future__ import annotations
@@ -13,22 +17,28 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
+import msgspec
+import xxhash
 from orbax.checkpoint._src.metadata import sharding as sharding_metadata
 
+from flashpoint.errors import CorruptObjectError
 from flashpoint.ids import CheckpointContainerId
 from flashpoint.manifest import Manifest
 from flashpoint.telemetry import warn_once
+from flashpoint_jax.folder import SUMS_FILE, write_files
 from flashpoint_jax.plan import ArrayInfo
-from flashpoint_jax.zarr_index import index_files, plan_index, sources_of, uuid_of
+from flashpoint_jax.zarr_index import ZarrFormat, index_files, plan_index, sources_of, uuid_of
 
 TREE_FILE: Final = "_METADATA"
 SHARDING_FILE: Final = "_sharding"
 ARRAYS_FOLDER: Final = "array_metadatas"
 KEY_IMPL: Final = "random_key_impl"
+STRINGS_FILE: Final = "_strings.json"  # Orbax's own handler writes it
+_SUMS_BYTES_MAX: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,7 @@ class Sidecars:
         arrays: every `jax.Array`.
         custom_metadata: the user's.
         container: where it goes; what another node holds alone is not in the index of a per-host folder.
+        ts_checksums: the index is of zarr v3, with a checksum behind every chunk; else of v2.
     """
 
     tree: dict[str, Any]
@@ -48,6 +59,7 @@ class Sidecars:
     container: CheckpointContainerId
     rank: int
     per_host: bool
+    ts_checksums: bool = False
 
     def files(self, manifest: Manifest) -> dict[str, bytes]:
         """Name -> contents, in the order of writing: what names others comes after them."""
@@ -58,15 +70,90 @@ class Sidecars:
             files[SHARDING_FILE] = sharding_file(self.arrays)
             files[f"{ARRAYS_FOLDER}/process_{self.rank}"] = arrays_file(self.arrays)
         sources = sources_of(manifest)
+        zarr: _Zarr = {"zarr_format": 3 if self.ts_checksums else 2, "checksums": self.ts_checksums}
         if self.per_host:
             sources = [one for one in sources if os.path.lexists(f"{self.container.path}/{one.file}")]
-        elif refused := plan_index(sources).refused:
+        elif refused := plan_index(sources, **zarr).refused:
             names = ", ".join(f"{name[:200]!r} ({why})" for name, why in list(refused.items())[:5])
             warn_once(
                 f"index:{manifest.objects[0].layout}",
                 f"stock Orbax cannot read {len(refused)} arrays: {names}",
             )
-        return {**files, **index_files(sources, uuid_of(manifest), partial=True)}
+        files[SUMS_FILE] = sums_file(files, manifest.digest)
+        return {**files, **index_files(sources, uuid_of(manifest), partial=True, **zarr)}
+
+
+class _Zarr(TypedDict):
+    zarr_format: ZarrFormat
+    checksums: bool
+
+
+class _Sums(msgspec.Struct):
+    """Contents of ``.sidecars``: the manifest that the files belong to, and the digest of each by name."""
+
+    manifest: str
+    files: dict[str, str]
+
+
+def sums_file(files: Mapping[str, bytes], manifest_digest: str) -> bytes:
+    """Contents of ``.sidecars``: one line of JSON, and the line's own digest behind it."""
+    sums = {name: xxhash.xxh3_128_hexdigest(data) for name, data in files.items()}
+    return _sealed(_Sums(manifest_digest, sums))
+
+
+def add_strings(folder: str) -> None:
+    """Add the file of strings to the sums, if there is one: it is written while the version is committed."""
+    try:
+        with open(f"{folder}/{STRINGS_FILE}", "rb") as file:
+            strings = file.read()
+    except FileNotFoundError:
+        return
+    sums = _read_sums(folder)
+    sums.files[STRINGS_FILE] = xxhash.xxh3_128_hexdigest(strings)
+    write_files(folder, {SUMS_FILE: _sealed(sums)})
+
+
+def check_sidecars(folder: str, manifest: Manifest) -> None:
+    """Check every file that a restore takes something from beside the manifest.
+
+    Raises:
+        CorruptObjectError: one changed, is gone, or is another version's.
+    """
+    sums = _read_sums(folder)
+    if sums.manifest != manifest.digest:
+        raise _corrupt(folder, SUMS_FILE, "belongs to another save")
+    for name, digest in sums.files.items():
+        try:
+            with open(f"{folder}/{name}", "rb") as file:
+                data = file.read()
+        except OSError as error:
+            raise _corrupt(folder, name, f"cannot be read ({error.strerror})") from None
+        if xxhash.xxh3_128_hexdigest(data) != digest:
+            raise _corrupt(folder, name, "does not match its digest")
+
+
+def _sealed(sums: _Sums) -> bytes:
+    line = msgspec.json.encode(sums)
+    return line + b"\n" + xxhash.xxh3_128_hexdigest(line).encode() + b"\n"
+
+
+def _read_sums(folder: str) -> _Sums:
+    try:
+        with open(f"{folder}/{SUMS_FILE}", "rb") as file:
+            line, _, trailer = file.read(_SUMS_BYTES_MAX).partition(b"\n")
+        if trailer != xxhash.xxh3_128_hexdigest(line).encode() + b"\n":
+            raise _corrupt(folder, SUMS_FILE, "is torn or garbled")
+        return msgspec.json.decode(line, type=_Sums)
+    except OSError as error:
+        raise _corrupt(folder, SUMS_FILE, f"cannot be read ({error.strerror})") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise _corrupt(folder, SUMS_FILE, "is torn or garbled") from None
+
+
+def _corrupt(folder: str, name: str, what: str) -> CorruptObjectError:
+    return CorruptObjectError(
+        f"the file {name} of {folder} {what}: the version is corrupt, restore another step"
+    )
 
 
 def sharding_file(arrays: Sequence[ArrayInfo]) -> bytes:

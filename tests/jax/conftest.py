@@ -1,6 +1,8 @@
 """Fixtures for tests with JAX; without JAX, Orbax, Flax or Optax all of this folder is skipped."""
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,14 @@ else:
 
 def pytest_report_header() -> str | None:
     return f"tests/jax is skipped: {_MISSING}" if _MISSING else None
+
+
+@pytest.fixture
+def stock_failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests that make stock Orbax fail: it leaves coroutines behind, which complain when they are collected."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
