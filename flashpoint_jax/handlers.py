@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -29,19 +27,17 @@ from orbax.checkpoint._src.serialization import type_handler_registry as type_re
 
 from flashpoint.buffers import BufferObject
 from flashpoint.config import FlashpointConfig
-from flashpoint.errors import DeadlineError, FlashpointError
+from flashpoint.errors import FlashpointError
 from flashpoint.gc_pause import gc_paused
-from flashpoint.saver import PendingCheckpoint
-from flashpoint.telemetry import count, logger
+from flashpoint.telemetry import count
 from flashpoint.view import CheckpointView
+from flashpoint_jax.commit import SaveFuture, settle
 from flashpoint_jax.folder import ItemFolder, holds_blobs, is_local
 from flashpoint_jax.leaves import BlobRegistry, OpenFolders, is_ours
 from flashpoint_jax.plan import PlanCache, StatePlan, Writers
-from flashpoint_jax.session import ItemSaver, Session, folder_at, orbax_config, session_of
+from flashpoint_jax.session import folder_at, orbax_config, session_of
 from flashpoint_jax.sidecars import Sidecars
 from flashpoint_jax.staging import stage_into, start_copies
-
-_POLL_S: Final = 0.002
 
 
 class _Impl(stock.BasePyTreeCheckpointHandler):
@@ -66,7 +62,8 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
             type_handler_registry=self.registry,
             **kwargs,
         )
-        self._per_host = multiprocessing_options.primary_host is None
+        self._primary_host: int | None = multiprocessing_options.primary_host
+        self._per_host = self._primary_host is None
         self._plans: dict[str, PlanCache] = {}
 
     # ---- saving ---------------------------------------------------------------------------------
@@ -159,9 +156,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
             rank=saver.coordinator.rank,
             per_host=self._per_host,
         )
-        return ocp.future.CommitFutureAwaitingContractedSignals(
-            _commit(session, saver, pending, error), name="flashpoint_commit"
-        )
+        return SaveFuture(session, saver, pending, error, primary=self._primary_host)
 
     async def _save_others(self, directory: Any, item: Any, save_args: Any, plan: StatePlan) -> list[Any]:
         """Have the stock handlers save the leaves that are not ours."""
@@ -205,47 +200,6 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
             return super().metadata(directory)
 
 
-async def _commit(
-    session: Session, saver: ItemSaver, pending: PendingCheckpoint, error: Exception | None
-) -> None:
-    """The rest of a save, in a thread that Orbax starts when the folder is there."""
-    try:
-        try:
-            if error is not None:
-                raise error
-            await _folder_of(pending, saver.config.commit_timeout_s)
-            saver.write(pending)
-        except Exception as failure:
-            saver.withdraw(pending, failure)
-            raise
-        try:
-            saver.write_metadata(pending)
-            saver.finalize(pending)
-        except Exception:
-            saver.abandon(pending)  # where its outcome is known already, this changes nothing
-            raise
-        session.committed(pending.container.item, pending.staged)  # type: ignore[attr-defined]
-        count("saves_complete")
-        logger.info("step %d is complete in %s", pending.step, pending.container)
-    finally:
-        saver.sidecars.pop(pending.topic, None)
-
-
-async def _folder_of(pending: PendingCheckpoint, timeout_s: float) -> None:
-    """Wait until the item's folder is there, whoever makes it.
-
-    Orbax's signals should have told so. They do not on all but the first process, once a manager of this
-    program had ``enable_per_process_directory_creation``: that changes the signals' names for all others too.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not os.path.isdir(pending.container.path):
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"step {pending.step}: Orbax did not make {pending.container.path} within {timeout_s:g} s"
-            )
-        await asyncio.sleep(_POLL_S)
-
-
 def _leaves_of(save_args: Any, item: Any) -> list[Any]:
     """The save arguments of the item's leaves, in their order."""
     found: list[Any] = []
@@ -253,7 +207,18 @@ def _leaves_of(save_args: Any, item: Any) -> list[Any]:
     return found
 
 
-class FlashpointPyTreeHandler(ocp.PyTreeCheckpointHandler):
+class _Settling:
+    """What a handler refuses in the caller's thread leaves none of Orbax's threads behind."""
+
+    async def async_save(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super().async_save(*args, **kwargs)  # type: ignore[misc]
+        except Exception:
+            await asyncio.to_thread(settle)
+            raise
+
+
+class FlashpointPyTreeHandler(_Settling, ocp.PyTreeCheckpointHandler):
     """`ocp.PyTreeCheckpointHandler`, from memory.
 
     Args:
@@ -282,7 +247,7 @@ class FlashpointPyTreeHandler(ocp.PyTreeCheckpointHandler):
             return super().restore(directory, *args, **kwargs)
 
 
-class FlashpointStandardHandler(ocp.StandardCheckpointHandler):
+class FlashpointStandardHandler(_Settling, ocp.StandardCheckpointHandler):
     """`ocp.StandardCheckpointHandler`, from memory; arguments as `FlashpointPyTreeHandler`."""
 
     def __init__(

@@ -45,7 +45,7 @@ def manager(root: str, *, per_host: bool = False, settings: dict[str, Any] | Non
             multiprocessing_options=processes, enable_per_process_directory_creation=per_host, **more
         ),
         handler_registry=flashpoint_jax.registry(
-            multiprocessing_options=processes, commit_timeout_s=10, **(settings or {})
+            multiprocessing_options=processes, **{"commit_timeout_s": 10, **(settings or {})}
         ),
     )
 
