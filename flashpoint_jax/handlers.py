@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ from flashpoint_jax.sidecars import Sidecars
 from flashpoint_jax.staging import stage_into, start_copies
 
 
-class _Impl(stock.BasePyTreeCheckpointHandler):
+class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
     """What both handlers stand on, as the stock ones stand on the stock one.
 
     Attributes:
@@ -75,10 +75,11 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         container = folder_at(directory)
         if not is_local(container.folder) or args.partial_save_mode:
             return await super().async_save(directory, args=args)  # type: ignore[no-any-return]
-        save_args, casts = None, ()
+        save_args, casts = None, tuple[Any, ...]()
         if args.save_args is not None:
             save_args = stock._fill_missing_save_or_restore_args(item, args.save_args, mode="save")
             casts = tuple(arg.dtype for arg in _leaves_of(save_args, item))
+            casts = casts if any(cast is not None for cast in casts) else ()
         rank = multihost.process_index()
         cache = self._plans.setdefault(container.item, PlanCache())
         plan, leaves = cache.plan(item, casts, Writers(rank, self._per_host))
@@ -168,10 +169,10 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         futures = await self._async_io_engine.execute_save(theirs)
         return list(jax.tree.leaves(futures))
 
-    def finalize(self, directory: Any) -> None:
+    async def _finalize_async(self, directory: Any) -> None:
         # Nothing is left to do for a folder with a manifest: all processes have agreed that it is whole.
         if not holds_blobs(directory):
-            super().finalize(directory)
+            await super()._finalize_async(directory)
 
     # ---- reading --------------------------------------------------------------------------------
 
@@ -201,9 +202,14 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
 
 
 def _leaves_of(save_args: Any, item: Any) -> list[Any]:
-    """The save arguments of the item's leaves, in their order."""
+    """The save arguments of the item's leaves, in their order; Orbax has some of empty containers too."""
     found: list[Any] = []
-    jax.tree.map(lambda _, arg: found.append(arg), item, save_args)
+
+    def visit(leaf: Any, arg: Any) -> None:
+        if jax.tree.leaves(leaf):
+            found.append(arg)
+
+    jax.tree.map(visit, item, save_args, is_leaf=stock.utils.is_empty_or_leaf)
     return found
 
 
@@ -223,14 +229,22 @@ class FlashpointPyTreeHandler(_Settling, ocp.PyTreeCheckpointHandler):
 
     Args:
         multiprocessing_options: as given to the manager; ``primary_host=None`` for a folder on each host.
+        stock: other arguments of `ocp.PyTreeCheckpointHandler`, such as ``pytree_metadata_options``.
         settings: fields of `flashpoint.FlashpointConfig`.
     """
 
     def __init__(
-        self, *, multiprocessing_options: Any = None, config: FlashpointConfig | None = None, **settings: Any
+        self,
+        *,
+        multiprocessing_options: Any = None,
+        config: FlashpointConfig | None = None,
+        stock: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         options = multiprocessing_options or ocp.options.MultiprocessingOptions()
-        impl = _Impl(config=config or orbax_config(**settings), multiprocessing_options=options)
+        impl = PyTreeImpl(
+            config=config or orbax_config(**settings), multiprocessing_options=options, **(stock or {})
+        )
         super().__init__(
             multiprocessing_options=options, handler_impl=impl, type_handler_registry=impl.registry
         )
@@ -243,7 +257,7 @@ class FlashpointPyTreeHandler(_Settling, ocp.PyTreeCheckpointHandler):
             return super().restore(directory, *args, **kwargs)
         with self._handler_impl.opened(
             directory
-        ):  # for transforms, which do not pass through `_Impl.restore`
+        ):  # for transforms, which do not pass through `PyTreeImpl.restore`
             return super().restore(directory, *args, **kwargs)
 
 
