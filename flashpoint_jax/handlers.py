@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,13 +27,14 @@ from orbax.checkpoint._src.serialization import type_handler_registry as type_re
 
 from flashpoint.buffers import BufferObject
 from flashpoint.config import FlashpointConfig
-from flashpoint.errors import FlashpointError
+from flashpoint.errors import CheckpointNotFoundError, FlashpointError, ManifestError
 from flashpoint.gc_pause import gc_paused
 from flashpoint.telemetry import count
 from flashpoint.view import CheckpointView
 from flashpoint_jax.commit import SaveFuture, settle
+from flashpoint_jax.diagnosis import explained, is_ours
 from flashpoint_jax.folder import ItemFolder, holds_blobs, is_local
-from flashpoint_jax.leaves import BlobRegistry, OpenFolders, is_ours
+from flashpoint_jax.leaves import BlobRegistry, OpenFolders, can_store
 from flashpoint_jax.plan import PlanCache, StatePlan, Writers
 from flashpoint_jax.session import folder_at, orbax_config, session_of
 from flashpoint_jax.sidecars import Sidecars
@@ -101,7 +102,7 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
         # a folder has one: then all of the item is written there.
         ours = [self.registry.get(type(x)) for x, kind in zip(leaves, plan.kinds, strict=True) if kind]
         plan.remembered["is_stock"] = not plan.sources_anywhere or not (
-            all(map(is_ours, ours))
+            all(map(can_store, ours))
             and all(isinstance(handler, type_handlers.StringHandler) for handler in handlers)
         )
         plan.remembered["others"] = bool(others)
@@ -165,7 +166,7 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
         if save_args is None:
             save_args = stock._fill_missing_save_or_restore_args(item, None, mode="save")
         requests = stock.batched_serialization_requests(item, infos, save_args, self.registry)
-        theirs = [request for request in requests if not is_ours(request.handler)]
+        theirs = [request for request in requests if not can_store(request.handler)]
         futures = await self._async_io_engine.execute_save(theirs)
         return list(jax.tree.leaves(futures))
 
@@ -180,10 +181,20 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
         """Open a folder for a restore, verified on all processes; for use in a ``with`` statement."""
         container = folder_at(directory)
         session = session_of(container.job_root, self.config, per_host=self._per_host)
-        return self.folders.open(str(directory), lambda: session.open_view(container))
+
+        return self.folders.open(str(directory), lambda: self._explaining(session.open_view, container))
+
+    def _explaining(
+        self, opener: Callable[[ItemFolder], CheckpointView], folder: ItemFolder
+    ) -> CheckpointView:
+        try:
+            return opener(folder)
+        except (CheckpointNotFoundError, ManifestError) as error:
+            rank = multihost.process_index() if self._per_host else None
+            raise explained(error, folder.folder, rank) from error
 
     def restore(self, directory: Any, args: Any = None) -> Any:
-        if not holds_blobs(directory):
+        if not is_ours(directory):
             return super().restore(directory, args)
         with gc_paused(), self.opened(directory):
             return super().restore(directory, args)
@@ -194,10 +205,7 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
         container = folder_at(directory)
         session = session_of(container.job_root, self.config, per_host=self._per_host)
 
-        def look() -> CheckpointView:
-            return session.look_at(container)
-
-        with self.folders.open(str(directory), look):
+        with self.folders.open(str(directory), lambda: self._explaining(session.look_at, container)):
             return super().metadata(directory)
 
 
@@ -253,7 +261,7 @@ class FlashpointPyTreeHandler(_Settling, ocp.PyTreeCheckpointHandler):
         self.typestr = ocp.PyTreeCheckpointHandler.typestr
 
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        if not holds_blobs(directory):
+        if not is_ours(directory):
             return super().restore(directory, *args, **kwargs)
         with self._handler_impl.opened(
             directory

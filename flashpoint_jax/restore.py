@@ -129,7 +129,11 @@ def _boxes(target: Target, shape: tuple[int, ...]) -> list[tuple[Box, list[jax.D
     if target.sharding is None:
         return [(Box.whole(shape), [])]
     found: dict[Box, list[jax.Device]] = {}
-    for device, index in target.sharding.addressable_devices_indices_map(shape).items():
+    try:
+        indices = target.sharding.addressable_devices_indices_map(shape)
+    except ValueError as error:  # it does not cut the shape into equal shards
+        raise ValueError(f"{target.name}: {error}") from error
+    for device, index in indices.items():
         found.setdefault(box_of(index or (), shape), []).append(device)
     return list(found.items())
 

@@ -27,7 +27,7 @@ from orbax.checkpoint.experimental.v1._src.handlers.types import typestr
 
 from flashpoint.config import FlashpointConfig
 from flashpoint_jax.commit import settle
-from flashpoint_jax.folder import holds_blobs
+from flashpoint_jax.diagnosis import is_ours
 from flashpoint_jax.handlers import PyTreeImpl
 from flashpoint_jax.session import orbax_config
 
@@ -56,7 +56,7 @@ class FlashpointHandler(ocp.handlers.CheckpointableHandler[Any, Any]):
             raise
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
-        if not holds_blobs(directory):
+        if not is_ours(directory):
             return await self._stock.load(directory, abstract_checkpointable)  # type: ignore[no-any-return]
         self._stock.validate_abstract_leaves_handleable(abstract_checkpointable)
         return self._load(directory, abstract_checkpointable)
