@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -27,12 +29,12 @@ from orbax.checkpoint._src.serialization import type_handler_registry as type_re
 
 from flashpoint.buffers import BufferObject
 from flashpoint.config import FlashpointConfig
-from flashpoint.errors import CheckpointNotFoundError, FlashpointError, ManifestError
+from flashpoint.errors import CheckpointNotFoundError, FlashpointError, ManifestError, MismatchError
 from flashpoint.gc_pause import gc_paused
 from flashpoint.telemetry import count
 from flashpoint.view import CheckpointView
 from flashpoint_jax.commit import SaveFuture, settle
-from flashpoint_jax.diagnosis import explained, is_ours
+from flashpoint_jax.diagnosis import explained, is_ours, missing_objects
 from flashpoint_jax.folder import ItemFolder, holds_blobs, is_local
 from flashpoint_jax.leaves import BlobRegistry, OpenFolders, can_store
 from flashpoint_jax.plan import PlanCache, StatePlan, Writers
@@ -177,12 +179,23 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
 
     # ---- reading --------------------------------------------------------------------------------
 
-    def opened(self, directory: Any) -> Any:
-        """Open a folder for a restore, verified on all processes; for use in a ``with`` statement."""
+    @contextmanager
+    def opened(self, directory: Any) -> Iterator[None]:
+        """Open a folder for a restore, verified on all processes."""
         container = folder_at(directory)
         session = session_of(container.job_root, self.config, per_host=self._per_host)
-
-        return self.folders.open(str(directory), lambda: self._explaining(session.open_view, container))
+        opener = functools.partial(self._explaining, session.open_view, container)
+        with self.folders.open(str(directory), opener) as view:
+            try:
+                yield
+            except CheckpointNotFoundError as error:
+                elsewhere = missing_objects(container.folder, view.manifest) if self._per_host else []
+                if not elsewhere:
+                    raise
+                raise MismatchError(
+                    f"{directory} is the part of one host of step {view.manifest.step}, and something that is "
+                    f"asked for lies in {', '.join(elsewhere[:5])} of others: ask for the shardings of the save"
+                ) from error
 
     def _explaining(
         self, opener: Callable[[ItemFolder], CheckpointView], folder: ItemFolder

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flashpoint_jax
+from flashpoint.errors import FlashpointError
 from flashpoint_jax.folder import holds_blobs
 from tests.jax import trees
 from tests.jax.test_manager import Iterator_, IteratorArgs
@@ -173,6 +174,30 @@ def small_floats(root: str, per_host: bool) -> None:
         expect(m.restore(1), saved)
 
 
+def what_one_host_has_not(root: str, per_host: bool) -> None:
+    """Another sharding needs what lies on the other host: an error, and no zeros."""
+    everywhere = NamedSharding(mesh(), PartitionSpec())
+    with manager(root, per_host=per_host) as m:
+        m.save(1, args=Args.StandardSave(state(1)))
+        m.wait_until_finished()
+        wanted = trees.abstract(state())
+        wanted["replicated"] = jax.ShapeDtypeStruct(
+            (16, 8), jnp.float32, sharding=NamedSharding(mesh(), PartitionSpec("y", None))
+        )
+        found = m.restore(1, args=Args.StandardRestore(wanted))
+        again = jax.jit(lambda x: x, out_shardings=everywhere)(found["replicated"])
+        expect({"replicated": again}, {"replicated": state(1)["replicated"]})
+        wanted["rows"] = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=everywhere)
+        if not per_host:
+            assert np.array_equal(
+                m.restore(1, args=Args.StandardRestore(wanted))["rows"].addressable_data(0),
+                state(1)["replicated"].addressable_data(0),
+            )
+            return
+        with pytest.raises(FlashpointError, match="part of one host"):
+            m.restore(1, args=Args.StandardRestore(wanted))
+
+
 WORKS: list[Callable[[str, bool], None]] = [
     steps_kept,
     best_steps,
@@ -183,6 +208,7 @@ WORKS: list[Callable[[str, bool], None]] = [
     items_beside_stock_ones,
     kinds_of_trees,
     small_floats,
+    what_one_host_has_not,
 ]
 
 
