@@ -61,8 +61,9 @@ def parse_folder(path: str | os.PathLike[str]) -> ItemFolder:
     item = _final(own)
     around, above = os.path.split(parent)
     step = step_of(_final(above))
-    if step is not None and around != "/":
-        return ItemFolder(around, step, folder, item)
+    # Whatever its name: a folder that is still to be renamed is a checkpoint's, and no root.
+    if (step is not None or TEMPORARY in above) and around != "/":
+        return ItemFolder(around, 0 if step is None else step, folder, item)
     step = step_of(item)
     return ItemFolder(parent, 0 if step is None else step, folder, item)
 
@@ -119,7 +120,7 @@ def write_files(folder: str, files: Mapping[str, bytes]) -> None:
 def unfinished_items(root: str) -> Iterator[ItemFolder]:
     """The items below a root that Orbax did not rename to their final names, with objects of ours in them."""
     for step in _folders(root):
-        if step_of(_final(os.path.basename(step))) is None:
+        if step_of(_final(os.path.basename(step))) is None and TEMPORARY not in os.path.basename(step):
             continue
         for item in _folders(step):
             if TEMPORARY in f"{os.path.basename(step)}/{os.path.basename(item)}":

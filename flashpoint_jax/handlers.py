@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import time
-from collections.abc import Sequence
-from typing import Any, Final
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -29,23 +29,22 @@ from orbax.checkpoint._src.serialization import type_handler_registry as type_re
 
 from flashpoint.buffers import BufferObject
 from flashpoint.config import FlashpointConfig
-from flashpoint.errors import DeadlineError, FlashpointError
+from flashpoint.errors import CheckpointNotFoundError, FlashpointError, ManifestError, MismatchError
 from flashpoint.gc_pause import gc_paused
-from flashpoint.saver import PendingCheckpoint
-from flashpoint.telemetry import count, logger
+from flashpoint.telemetry import count
 from flashpoint.view import CheckpointView
+from flashpoint_jax.commit import SaveFuture, settle
+from flashpoint_jax.diagnosis import explained, is_ours, missing_objects
 from flashpoint_jax.folder import ItemFolder, holds_blobs, is_local
-from flashpoint_jax.leaves import BlobRegistry, OpenFolders, is_ours
+from flashpoint_jax.leaves import BlobRegistry, OpenFolders, can_store
 from flashpoint_jax.plan import PlanCache, StatePlan, Writers
-from flashpoint_jax.session import ItemSaver, Session, folder_at, orbax_config, session_of
+from flashpoint_jax.session import folder_at, orbax_config, session_of
 from flashpoint_jax.sidecars import Sidecars, add_strings
 from flashpoint_jax.staging import stage_into, start_copies
 from flashpoint_jax.zarr_index import CRC_BYTES
 
-_POLL_S: Final = 0.002
 
-
-class _Impl(stock.BasePyTreeCheckpointHandler):
+class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
     """What both handlers stand on, as the stock ones stand on the stock one.
 
     Attributes:
@@ -54,7 +53,12 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
     """
 
     def __init__(
-        self, *, config: FlashpointConfig, multiprocessing_options: Any, ts_checksums: bool, **kwargs: Any
+        self,
+        *,
+        config: FlashpointConfig,
+        multiprocessing_options: Any,
+        ts_checksums: bool = False,
+        **kwargs: Any,
     ) -> None:
         self.folders = OpenFolders()
         self.config = config
@@ -71,7 +75,8 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
             type_handler_registry=self.registry,
             **kwargs,
         )
-        self._per_host = multiprocessing_options.primary_host is None
+        self._primary_host: int | None = multiprocessing_options.primary_host
+        self._per_host = self._primary_host is None
         self._plans: dict[str, PlanCache] = {}
 
     # ---- saving ---------------------------------------------------------------------------------
@@ -83,10 +88,11 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         container = folder_at(directory)
         if not is_local(container.folder) or args.partial_save_mode:
             return await super().async_save(directory, args=args)  # type: ignore[no-any-return]
-        save_args, casts = None, ()
+        save_args, casts = None, tuple[Any, ...]()
         if args.save_args is not None:
             save_args = stock._fill_missing_save_or_restore_args(item, args.save_args, mode="save")
             casts = tuple(arg.dtype for arg in _leaves_of(save_args, item))
+            casts = casts if any(cast is not None for cast in casts) else ()
         rank = multihost.process_index()
         trailer_bytes = CRC_BYTES if self.ts_checksums else 0
         cache = self._plans.setdefault(container.item, PlanCache(trailer_bytes=trailer_bytes))
@@ -109,7 +115,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         # a folder has one: then all of the item is written there.
         ours = [self.registry.get(type(x)) for x, kind in zip(leaves, plan.kinds, strict=True) if kind]
         plan.remembered["is_stock"] = not plan.sources_anywhere or not (
-            all(map(is_ours, ours))
+            all(map(can_store, ours))
             and all(isinstance(handler, type_handlers.StringHandler) for handler in handlers)
         )
         plan.remembered["others"] = bool(others)
@@ -166,9 +172,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
             per_host=self._per_host,
             ts_checksums=self.ts_checksums,
         )
-        return ocp.future.CommitFutureAwaitingContractedSignals(
-            _commit(session, saver, pending, error), name="flashpoint_commit"
-        )
+        return SaveFuture(session, saver, pending, error, primary=self._primary_host)
 
     async def _save_others(self, directory: Any, item: Any, save_args: Any, plan: StatePlan) -> list[Any]:
         """Have the stock handlers save the leaves that are not ours."""
@@ -176,27 +180,48 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         if save_args is None:
             save_args = stock._fill_missing_save_or_restore_args(item, None, mode="save")
         requests = stock.batched_serialization_requests(item, infos, save_args, self.registry)
-        theirs = [request for request in requests if not is_ours(request.handler)]
+        theirs = [request for request in requests if not can_store(request.handler)]
         futures = await self._async_io_engine.execute_save(theirs)
         return list(jax.tree.leaves(futures))
 
-    def finalize(self, directory: Any) -> None:
+    async def _finalize_async(self, directory: Any) -> None:
         # Nothing is left to do for a folder with a manifest: all processes have agreed that it is whole.
         if holds_blobs(directory):
             add_strings(str(directory))
         else:
-            super().finalize(directory)
+            await super()._finalize_async(directory)
 
     # ---- reading --------------------------------------------------------------------------------
 
-    def opened(self, directory: Any) -> Any:
-        """Open a folder for a restore, verified on all processes; for use in a ``with`` statement."""
+    @contextmanager
+    def opened(self, directory: Any) -> Iterator[None]:
+        """Open a folder for a restore, verified on all processes."""
         container = folder_at(directory)
         session = session_of(container.job_root, self.config, per_host=self._per_host)
-        return self.folders.open(str(directory), lambda: session.open_view(container))
+        opener = functools.partial(self._explaining, session.open_view, container)
+        with self.folders.open(str(directory), opener) as view:
+            try:
+                yield
+            except CheckpointNotFoundError as error:
+                elsewhere = missing_objects(container.folder, view.manifest) if self._per_host else []
+                if not elsewhere:
+                    raise
+                raise MismatchError(
+                    f"{directory} is the part of one host of step {view.manifest.step}, and something that is "
+                    f"asked for lies in {', '.join(elsewhere[:5])} of others: ask for the shardings of the save"
+                ) from error
+
+    def _explaining(
+        self, opener: Callable[[ItemFolder], CheckpointView], folder: ItemFolder
+    ) -> CheckpointView:
+        try:
+            return opener(folder)
+        except (CheckpointNotFoundError, ManifestError) as error:
+            rank = multihost.process_index() if self._per_host else None
+            raise explained(error, folder.folder, rank) from error
 
     def restore(self, directory: Any, args: Any = None) -> Any:
-        if not holds_blobs(directory):
+        if not is_ours(directory):
             return super().restore(directory, args)
         with gc_paused(), self.opened(directory):
             return super().restore(directory, args)
@@ -207,68 +232,41 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         container = folder_at(directory)
         session = session_of(container.job_root, self.config, per_host=self._per_host)
 
-        def look() -> CheckpointView:
-            return session.look_at(container)
-
-        with self.folders.open(str(directory), look):
+        with self.folders.open(str(directory), lambda: self._explaining(session.look_at, container)):
             return super().metadata(directory)
 
 
-async def _commit(
-    session: Session, saver: ItemSaver, pending: PendingCheckpoint, error: Exception | None
-) -> None:
-    """The rest of a save, in a thread that Orbax starts when the folder is there."""
-    try:
-        try:
-            if error is not None:
-                raise error
-            await _folder_of(pending, saver.config.commit_timeout_s)
-            saver.write(pending)
-        except Exception as failure:
-            saver.withdraw(pending, failure)
-            raise
-        try:
-            saver.write_metadata(pending)
-            saver.finalize(pending)
-        except Exception:
-            saver.abandon(pending)  # where its outcome is known already, this changes nothing
-            raise
-        session.committed(pending.container.item, pending.staged)  # type: ignore[attr-defined]
-        count("saves_complete")
-        logger.info("step %d is complete in %s", pending.step, pending.container)
-    finally:
-        saver.sidecars.pop(pending.topic, None)
-
-
-async def _folder_of(pending: PendingCheckpoint, timeout_s: float) -> None:
-    """Wait until the item's folder is there, whoever makes it.
-
-    Orbax's signals should have told so. They do not on all but the first process, once a manager of this
-    program had ``enable_per_process_directory_creation``: that changes the signals' names for all others too.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not os.path.isdir(pending.container.path):
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"step {pending.step}: Orbax did not make {pending.container.path} within {timeout_s:g} s"
-            )
-        await asyncio.sleep(_POLL_S)
-
-
 def _leaves_of(save_args: Any, item: Any) -> list[Any]:
-    """The save arguments of the item's leaves, in their order."""
+    """The save arguments of the item's leaves, in their order; Orbax has some of empty containers too."""
     found: list[Any] = []
-    jax.tree.map(lambda _, arg: found.append(arg), item, save_args)
+
+    def visit(leaf: Any, arg: Any) -> None:
+        if jax.tree.leaves(leaf):
+            found.append(arg)
+
+    jax.tree.map(visit, item, save_args, is_leaf=stock.utils.is_empty_or_leaf)
     return found
 
 
-class FlashpointPyTreeHandler(ocp.PyTreeCheckpointHandler):
+class _Settling:
+    """What a handler refuses in the caller's thread leaves none of Orbax's threads behind."""
+
+    async def async_save(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super().async_save(*args, **kwargs)  # type: ignore[misc]
+        except Exception:
+            await asyncio.to_thread(settle)
+            raise
+
+
+class FlashpointPyTreeHandler(_Settling, ocp.PyTreeCheckpointHandler):
     """`ocp.PyTreeCheckpointHandler`, from memory.
 
     Args:
         multiprocessing_options: as given to the manager; ``primary_host=None`` for a folder on each host.
         ts_checksums: store zarr v3 with crc32c, which stock TensorStore and Orbax verify as they read; saving
             costs one more pass over the bytes, in the background.
+        stock: other arguments of `ocp.PyTreeCheckpointHandler`, such as ``pytree_metadata_options``.
         settings: fields of `flashpoint.FlashpointConfig`.
     """
 
@@ -278,13 +276,15 @@ class FlashpointPyTreeHandler(ocp.PyTreeCheckpointHandler):
         multiprocessing_options: Any = None,
         config: FlashpointConfig | None = None,
         ts_checksums: bool = False,
+        stock: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         options = multiprocessing_options or ocp.options.MultiprocessingOptions()
-        impl = _Impl(
+        impl = PyTreeImpl(
             config=config or orbax_config(**settings),
             multiprocessing_options=options,
             ts_checksums=ts_checksums,
+            **(stock or {}),
         )
         super().__init__(
             multiprocessing_options=options, handler_impl=impl, type_handler_registry=impl.registry
@@ -294,15 +294,15 @@ class FlashpointPyTreeHandler(ocp.PyTreeCheckpointHandler):
         self.typestr = ocp.PyTreeCheckpointHandler.typestr
 
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        if not holds_blobs(directory):
+        if not is_ours(directory):
             return super().restore(directory, *args, **kwargs)
         with self._handler_impl.opened(
             directory
-        ):  # for transforms, which do not pass through `_Impl.restore`
+        ):  # for transforms, which do not pass through `PyTreeImpl.restore`
             return super().restore(directory, *args, **kwargs)
 
 
-class FlashpointStandardHandler(ocp.StandardCheckpointHandler):
+class FlashpointStandardHandler(_Settling, ocp.StandardCheckpointHandler):
     """`ocp.StandardCheckpointHandler`, from memory; arguments as `FlashpointPyTreeHandler`."""
 
     def __init__(

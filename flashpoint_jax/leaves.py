@@ -191,7 +191,7 @@ _OURS: dict[type, type[Any]] = {
 }
 
 
-def is_ours(handler: Any) -> bool:
+def can_store(handler: Any) -> bool:
     """Whether a handler's leaves can be stored in blobs."""
     return isinstance(handler, _Blobs)
 

@@ -117,7 +117,11 @@ def restore_arrays(view: CheckpointView, targets: Sequence[Target], *, threads: 
                 f"Truncating/padding is disabled. To enable it, set `strict=False`. ({target.name})"
             )
         dtype = known.dtype if target.dtype is None else np.dtype(target.dtype)
-        for box, devices in boxes_of(target.sharding, shape):
+        try:
+            boxes = boxes_of(target.sharding, shape)
+        except ValueError as error:  # the sharding does not cut the shape into equal shards
+            raise ValueError(f"{target.name}: {error}") from error
+        for box, devices in boxes:
             piece = _Piece(number, box, empty(box.shape, dtype), devices)
             pieces.append(piece)
             shared = box if shape == known.shape else _shared(box, known.shape)

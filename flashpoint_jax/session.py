@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 
 from flashpoint.config import FlashpointConfig
 from flashpoint.coordinator import Coordinator
-from flashpoint.errors import CheckpointNotFoundError, ConfigError, InvalidIdError
+from flashpoint.errors import CheckpointNotFoundError, ConfigError, FlashpointError, InvalidIdError
 from flashpoint.ids import CheckpointObjectId
 from flashpoint.job import open_job
 from flashpoint.loader import MLFlashpointCheckpointLoader
@@ -29,6 +29,7 @@ from flashpoint.objects import CheckpointObjectManager
 from flashpoint.saver import MLFlashpointCheckpointSaver, PendingCheckpoint, StagedObject
 from flashpoint.view import CheckpointView
 from flashpoint_jax.coordinator import default_coordinator
+from flashpoint_jax.diagnosis import require_objects
 from flashpoint_jax.folder import ItemFolder, StepMarkers, parse_folder, unfinished_items, write_files
 from flashpoint_jax.plan import StatePlan
 from flashpoint_jax.sidecars import Sidecars, check_sidecars
@@ -59,7 +60,9 @@ class ItemSaver(MLFlashpointCheckpointSaver):
         # A failure here is voted on like one of the manifest itself.
         super()._put_manifest(pending, record, values)
         manifest = self.objects.read_manifest(pending.container)
-        write_files(pending.container.path, self.sidecars[pending.topic].files(manifest))
+        sidecars = self.sidecars[pending.topic]
+        require_objects(pending.container.path, manifest, sidecars.rank if sidecars.per_host else None)
+        write_files(pending.container.path, sidecars.files(manifest))
 
 
 class ItemLoader(MLFlashpointCheckpointLoader):
@@ -173,7 +176,11 @@ class Session:
                 self._loader = ItemLoader(self._reader(), default_coordinator("load"))
             loader = self._loader
             loader.objects = self._reader()
-        container = self._as_saved(container)
+        try:
+            container = self._as_saved(container)
+        except (FlashpointError, OSError):
+            if loader.coordinator.world_size == 1:
+                raise  # else the others are to hear of it
         if loader.coordinator.world_size > 1:
             found = loader.open_verified(container, warm=True)
             if found is None:
