@@ -10,6 +10,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Iterable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -132,6 +133,11 @@ class Session:
         if is_new and self.config.prefault:
             for nbytes in sizes:
                 self._background.submit(pool.reserve, nbytes, 2)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the buffers for the next save are made; False where that takes longer."""
+        done = self._background.submit(lambda: None)  # one thread: all before it is done then
+        return not futures.wait([done], timeout_s).not_done
 
     def close(self) -> None:
         """Let go of the buffers; what was restored stays valid."""
