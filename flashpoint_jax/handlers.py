@@ -34,6 +34,7 @@ from flashpoint.gc_pause import gc_paused
 from flashpoint.saver import PendingCheckpoint
 from flashpoint.telemetry import count, logger
 from flashpoint.view import CheckpointView
+from flashpoint_jax.direct import DirectRestore
 from flashpoint_jax.folder import ItemFolder, holds_blobs, is_local
 from flashpoint_jax.leaves import BlobRegistry, OpenFolders, is_ours
 from flashpoint_jax.plan import PlanCache, StatePlan, Writers
@@ -68,6 +69,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         )
         self._per_host = multiprocessing_options.primary_host is None
         self._plans: dict[str, PlanCache] = {}
+        self._direct = DirectRestore(self.registry)
 
     # ---- saving ---------------------------------------------------------------------------------
 
@@ -189,7 +191,15 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
     def restore(self, directory: Any, args: Any = None) -> Any:
         if not holds_blobs(directory):
             return super().restore(directory, args)
-        with gc_paused(), self.opened(directory):
+        with gc_paused(), self.opened(directory) as view:
+            if (
+                args is not None
+                and args.item is not None
+                and not (args.partial_restore or self._pytree_metadata_options.support_rich_types)
+            ):
+                found = self._direct.restore(view, directory, args.item, args.restore_args)
+                if found is not None:
+                    return found[0]
             return super().restore(directory, args)
 
     def metadata(self, directory: Any) -> Any:

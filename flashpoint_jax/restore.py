@@ -169,11 +169,10 @@ class _Boxes:
     """The boxes that a sharding wants of an array on this process; layers share theirs."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, tuple[int, ...]], list[Box]] = {}
+        self._known: dict[tuple[Any, tuple[int, ...]], list[Box]] = {}
 
     def __call__(self, sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> list[Box]:
-        # By identity: hashing a sharding costs more than all else here. The targets keep them alive.
-        key = (id(sharding), shape)
+        key = (sharding, shape)
         if key not in self._known:
             if sharding is None:
                 self._known[key] = [Box.whole(shape)]
@@ -259,8 +258,8 @@ def _copy(copies: Sequence[_Copy], threads: int) -> None:
     nbytes = sum(copy.target.nbytes for copy in copies)
     if threads > 1 and nbytes >= _THREAD_BYTES_MIN and len(copies) > 1:
         with ThreadPoolExecutor(threads, thread_name_prefix="flashpoint-restore") as pool:
-            for done in [pool.submit(copy) for copy in copies]:
-                done.result()
+            for _ in pool.map(_Copy.__call__, copies):
+                pass  # its error is raised here
     else:
         for copy in copies:
             copy()
@@ -269,19 +268,19 @@ def _copy(copies: Sequence[_Copy], threads: int) -> None:
 def _array(target: Target, shape: tuple[int, ...], dtype: np.dtype[Any], parts: dict[Box, Array]) -> Any:
     if target.sharding is None:
         return parts[Box.whole(shape)]
-    if len(parts) == 1:
-        (host,) = parts.values()
 
-        def part(_: Any) -> Array:
-            return host
-    else:
+    def part(index: Any) -> Array:
+        return parts[box_of(index or (), shape)]
 
-        def part(index: Any) -> Array:
-            return parts[box_of(index or (), shape)]
-
+    (only, *others) = parts.values()
     sharding = target.sharding if target.layout is None else Format(target.layout, target.sharding)
     # For thousands of arrays half the time of `device_put` and `make_array_from_single_device_arrays`.
-    return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
+    return jax.make_array_from_callback(
+        shape,
+        sharding,
+        part if others else lambda _: only,
+        dtype=jax.dtypes.canonicalize_dtype(dtype),  # without x64, JAX has no more than 32 bits
+    )
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
