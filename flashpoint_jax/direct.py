@@ -78,9 +78,10 @@ class DirectRestore:
             item: the target: its structure, and what its leaves are to become.
             restore_args: Orbax's, for each leaf.
         """
+        treedef: Any
         leaves, treedef = jax.tree_util.tree_flatten(item)
-        args, structure_of_args = jax.tree_util.tree_flatten(restore_args)
-        if not leaves or structure_of_args != treedef:
+        args, treedef_of_args = jax.tree_util.tree_flatten(restore_args)
+        if not leaves or treedef != treedef_of_args:
             return None
         saved = self._match(directory, item, treedef)
         if saved is None or not all(isinstance(arg, type_handlers.RestoreArgs) for arg in args):

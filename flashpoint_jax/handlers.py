@@ -147,7 +147,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
                 ) from None
 
             def fill(buffer: BufferObject) -> None:
-                stage_into(buffer, plan.layout, on_way)
+                stage_into(buffer, plan.layout, on_way, threads=self.config.load_threads)
 
             pending.staged += session.stage(saver, plan, fill)
             count("bytes_staged", sum(part.layout.nbytes for part in pending.staged))
