@@ -246,9 +246,15 @@ def _restores(meter: Meter, side: _Stock | _Ours, state: State, count: int, stea
             lambda found=found: found.append(jax.block_until_ready(side.restore())),
         )
         if number == 1:
-            # A restore that is fast and wrong is no restore.
-            pairs = zip(jax.tree.leaves(found[0]), jax.tree.leaves(state.tree), strict=True)
-            assert all(np.array_equal(one, other) for one, other in pairs), "restore gave other numbers"
+            _check(found[0], state)
+
+
+def _check(found: Any, state: State) -> None:
+    """A restore that is fast and wrong is no restore."""
+    import jax
+
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(state.tree), strict=True):
+        assert np.array_equal(one, other), "restore gave other numbers"
 
 
 # ---- the plan: which jobs, how often ------------------------------------------------------------

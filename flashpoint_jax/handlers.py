@@ -160,6 +160,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
             container=container,
             rank=saver.coordinator.rank,
             per_host=self._per_host,
+            remembered=plan.remembered,
         )
         return ocp.future.CommitFutureAwaitingContractedSignals(
             _commit(session, saver, pending, error), name="flashpoint_commit"

@@ -11,6 +11,7 @@ there stay neighbours in memory, so that thousands of them are a few copies and 
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
+from jax._src import core
+from jax._src.interpreters.pxla import batched_device_put
 from jax.experimental.layout import Format
 
 from flashpoint.boxes import Box, overlap
@@ -124,7 +127,8 @@ def restore_arrays(view: CheckpointView, targets: Sequence[Target], *, threads: 
         MismatchError: a name is not in the version, or not all of the array that is needed.
         CorruptObjectError: bytes do not match their digests.
     """
-    boxes_of = _Boxes()
+    places_of = functools.cache(_places)  # layers share theirs
+    aval_of = functools.cache(_aval)
     hosts: list[dict[Box, Array]] = [{} for _ in targets]  # of each target, its boxes on the host
     shapes: list[tuple[int, ...]] = []
     dtypes: list[np.dtype[Any]] = []
@@ -144,7 +148,7 @@ def restore_arrays(view: CheckpointView, targets: Sequence[Target], *, threads: 
         shapes.append(shape)
         dtypes.append(dtype)
         stored_so = _entries_of(view, found) if (shape, dtype) == (known.shape, known.dtype) else {}
-        for box in boxes_of(target.sharding, shape):
+        for box in dict.fromkeys(places_of(target.sharding, shape).boxes):
             if box in stored_so:
                 record, begin, end = stored_so[box]
                 shards.append(_Shard(number, box, dtype, record, begin, end))
@@ -159,27 +163,55 @@ def restore_arrays(view: CheckpointView, targets: Sequence[Target], *, threads: 
     # All is verified before the first byte is copied.
     copies = _ranges(view, shards, hosts) + _parts(view, wanted, into)
     _copy(copies, threads)
-    return [
-        _array(target, shape, dtype, parts)
-        for target, shape, dtype, parts in zip(targets, shapes, dtypes, hosts, strict=True)
-    ]
+    arrays = []
+    for target, shape, dtype, parts in zip(targets, shapes, dtypes, hosts, strict=True):
+        places = places_of(target.sharding, shape)
+        hosts_of_devices = [parts[box] for box in places.boxes]
+        if target.sharding is None:
+            arrays += hosts_of_devices
+        elif target.layout is None and jax.dtypes.canonicalize_dtype(dtype) == dtype:
+            # What `make_array_from_callback` comes down to, without asking again what is known: 6 us of CPU time
+            # for each array instead of 18.
+            aval = aval_of(target.sharding, shape, dtype)
+            arrays.append(batched_device_put(aval, target.sharding, hosts_of_devices, places.devices))
+        else:
+            arrays.append(_array(target.sharding, target.layout, shape, dtype, parts))
+    return arrays
 
 
-class _Boxes:
-    """The boxes that a sharding wants of an array on this process; layers share theirs."""
+def _aval(sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """What JAX calls the type of an array."""
+    return core.update_aval_with_sharding(core.ShapedArray(shape, dtype), sharding)
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, tuple[int, ...]], list[Box]] = {}
 
-    def __call__(self, sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> list[Box]:
-        key = (sharding, shape)
-        if key not in self._known:
-            if sharding is None:
-                self._known[key] = [Box.whole(shape)]
-            else:
-                indices = sharding.addressable_devices_indices_map(shape).values()
-                self._known[key] = list(dict.fromkeys(box_of(index or (), shape) for index in indices))
-        return self._known[key]
+def _array(
+    sharding: jax.sharding.Sharding,
+    layout: Any,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    parts: dict[Box, Array],
+) -> Any:
+    """A `jax.Array` in a layout of its own, or of numbers that JAX cuts to 32 bits."""
+    return jax.make_array_from_callback(
+        shape,
+        sharding if layout is None else Format(layout, sharding),
+        lambda index: parts[box_of(index or (), shape)],
+        dtype=jax.dtypes.canonicalize_dtype(dtype),
+    )
+
+
+class _Places(NamedTuple):
+    """Where an array goes on this process: its devices, and the box of each."""
+
+    devices: list[jax.Device]
+    boxes: list[Box]
+
+
+def _places(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> _Places:
+    if sharding is None:
+        return _Places([], [Box.whole(shape)])
+    indices = sharding.addressable_devices_indices_map(shape)
+    return _Places(list(indices), [box_of(index or (), shape) for index in indices.values()])
 
 
 def _entries_of(
@@ -263,24 +295,6 @@ def _copy(copies: Sequence[_Copy], threads: int) -> None:
     else:
         for copy in copies:
             copy()
-
-
-def _array(target: Target, shape: tuple[int, ...], dtype: np.dtype[Any], parts: dict[Box, Array]) -> Any:
-    if target.sharding is None:
-        return parts[Box.whole(shape)]
-
-    def part(index: Any) -> Array:
-        return parts[box_of(index or (), shape)]
-
-    (only, *others) = parts.values()
-    sharding = target.sharding if target.layout is None else Format(target.layout, target.sharding)
-    # For thousands of arrays half the time of `device_put` and `make_array_from_single_device_arrays`.
-    return jax.make_array_from_callback(
-        shape,
-        sharding,
-        part if others else lambda _: only,
-        dtype=jax.dtypes.canonicalize_dtype(dtype),  # without x64, JAX has no more than 32 bits
-    )
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

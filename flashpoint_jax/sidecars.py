@@ -40,6 +40,7 @@ class Sidecars:
         arrays: every `jax.Array`.
         custom_metadata: the user's.
         container: where it goes; what another node holds alone is not in the index of a per-host folder.
+        remembered: the plan's, for what is made once for each plan.
     """
 
     tree: dict[str, Any]
@@ -48,6 +49,7 @@ class Sidecars:
     container: CheckpointContainerId
     rank: int
     per_host: bool
+    remembered: dict[str, Any]
 
     def files(self, manifest: Manifest) -> dict[str, bytes]:
         """Name -> contents, in the order of writing: what names others comes after them."""
@@ -55,8 +57,7 @@ class Sidecars:
             TREE_FILE: json.dumps({**self.tree, "custom_metadata": self.custom_metadata}).encode(),
         }
         if self.arrays:
-            files[SHARDING_FILE] = sharding_file(self.arrays)
-            files[f"{ARRAYS_FOLDER}/process_{self.rank}"] = arrays_file(self.arrays)
+            files |= self._files_of_arrays()
         sources = sources_of(manifest)
         if self.per_host:
             sources = [one for one in sources if os.path.lexists(f"{self.container.path}/{one.file}")]
@@ -67,6 +68,14 @@ class Sidecars:
                 f"stock Orbax cannot read {len(refused)} arrays: {names}",
             )
         return {**files, **index_files(sources, uuid_of(manifest), partial=True)}
+
+    def _files_of_arrays(self) -> dict[str, bytes]:
+        if "files of arrays" not in self.remembered:
+            self.remembered["files of arrays"] = {
+                SHARDING_FILE: sharding_file(self.arrays),
+                f"{ARRAYS_FOLDER}/process_{self.rank}": arrays_file(self.arrays),
+            }
+        return self.remembered["files of arrays"]  # type: ignore[no-any-return]
 
 
 def sharding_file(arrays: Sequence[ArrayInfo]) -> bytes:
