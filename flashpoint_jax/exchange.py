@@ -30,7 +30,7 @@ from flashpoint.matching import (
 )
 from flashpoint.recovery import preferred_entries
 from flashpoint.view import CheckpointView, open_container
-from flashpoint_jax.restore import Target, boxes_of, restore_arrays
+from flashpoint_jax.restore import Target, places_of, restore_arrays
 from flashpoint_jax.sidecars import read_key_impls
 
 _KEY_IMPLS: Final = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -218,7 +218,7 @@ class _Loading:
             if target.dtype is None or target.dtype.name == entry.dtype:
                 continue
             assert target.shape is not None or entry.whole_shape == ()
-            for box, _ in boxes_of(target.sharding, target.shape or ()):
+            for box in dict.fromkeys(places_of(target.sharding, target.shape or ()).boxes):
                 there = untransposed(box, target.axes) if target.axes else box
                 wanted = Entry(target.name, entry.dtype, there.shape, there.start, entry.whole_shape)
                 found.append((names[i].shown, wanted, target.dtype.name))

@@ -35,6 +35,7 @@ from flashpoint.telemetry import count
 from flashpoint.view import CheckpointView
 from flashpoint_jax.commit import SaveFuture, settle
 from flashpoint_jax.diagnosis import explained, is_ours, missing_objects
+from flashpoint_jax.direct import DirectRestore
 from flashpoint_jax.folder import ItemFolder, holds_blobs, is_local
 from flashpoint_jax.leaves import BlobRegistry, OpenFolders, can_store
 from flashpoint_jax.plan import PlanCache, StatePlan, Writers
@@ -78,6 +79,7 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
         self._primary_host: int | None = multiprocessing_options.primary_host
         self._per_host = self._primary_host is None
         self._plans: dict[str, PlanCache] = {}
+        self._direct = DirectRestore(self.registry)
 
     # ---- saving ---------------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
                 ) from None
 
             def fill(buffer: BufferObject) -> None:
-                stage_into(buffer, plan.layout, on_way)
+                stage_into(buffer, plan.layout, on_way, threads=self.config.load_threads)
 
             pending.staged += session.stage(saver, plan, fill)
             count("bytes_staged", sum(part.layout.nbytes for part in pending.staged))
@@ -171,6 +173,7 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
             rank=saver.coordinator.rank,
             per_host=self._per_host,
             ts_checksums=self.ts_checksums,
+            remembered=plan.remembered,
         )
         return SaveFuture(session, saver, pending, error, primary=self._primary_host)
 
@@ -194,14 +197,14 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
     # ---- reading --------------------------------------------------------------------------------
 
     @contextmanager
-    def opened(self, directory: Any) -> Iterator[None]:
+    def opened(self, directory: Any) -> Iterator[CheckpointView]:
         """Open a folder for a restore, verified on all processes."""
         container = folder_at(directory)
         session = session_of(container.job_root, self.config, per_host=self._per_host)
         opener = functools.partial(self._explaining, session.open_view, container)
         with self.folders.open(str(directory), opener) as view:
             try:
-                yield
+                yield view
             except CheckpointNotFoundError as error:
                 elsewhere = missing_objects(container.folder, view.manifest) if self._per_host else []
                 if not elsewhere:
@@ -223,7 +226,15 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
     def restore(self, directory: Any, args: Any = None) -> Any:
         if not is_ours(directory):
             return super().restore(directory, args)
-        with gc_paused(), self.opened(directory):
+        with gc_paused(), self.opened(directory) as view:
+            if (
+                args is not None
+                and args.item is not None
+                and not (args.partial_restore or self._pytree_metadata_options.support_rich_types)
+            ):
+                found = self._direct.restore(view, directory, args.item, args.restore_args)
+                if found is not None:
+                    return found[0]
             return super().restore(directory, args)
 
     def metadata(self, directory: Any) -> Any:

@@ -93,14 +93,21 @@ class _Blobs:
         self._folders = folders
         self._threads = threads
 
-
-class BlobArrays(_Blobs, type_handlers.ArrayHandler):
-    """`jax.Array`, random keys among them."""
-
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
         view = self._folders.view_of(infos[0])
         if view is None:
             return await self._stock.deserialize(infos, args)  # type: ignore[no-any-return]
+        return self.read(view, infos, args)
+
+    def read(self, view: CheckpointView, infos: Sequence[Any], args: Sequence[Any] | None) -> Sequence[Any]:
+        """What `deserialize` gives, from an opened version; of ``infos`` name and parent_dir are looked at."""
+        raise NotImplementedError
+
+
+class BlobArrays(_Blobs, type_handlers.ArrayHandler):
+    """`jax.Array`, random keys among them."""
+
+    def read(self, view: CheckpointView, infos: Sequence[Any], args: Sequence[Any] | None) -> Sequence[Any]:
         if args is None:
             raise ValueError("Must provide ArrayRestoreArgs to restore as jax.Array.")
         orbax_types.check_input_arguments(infos, args)
@@ -144,10 +151,7 @@ class BlobArrays(_Blobs, type_handlers.ArrayHandler):
 class BlobNumpy(_Blobs, type_handlers.NumpyHandler):
     """numpy arrays."""
 
-    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
-        view = self._folders.view_of(infos[0])
-        if view is None:
-            return await self._stock.deserialize(infos, args)  # type: ignore[no-any-return]
+    def read(self, view: CheckpointView, infos: Sequence[Any], args: Sequence[Any] | None) -> Sequence[Any]:
         return _numpy(view, infos, args, self._threads)
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
@@ -160,10 +164,7 @@ class BlobNumpy(_Blobs, type_handlers.NumpyHandler):
 class BlobScalars(_Blobs, type_handlers.ScalarHandler):
     """Python's numbers, and numpy's."""
 
-    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
-        view = self._folders.view_of(infos[0])
-        if view is None:
-            return await self._stock.deserialize(infos, args)  # type: ignore[no-any-return]
+    def read(self, view: CheckpointView, infos: Sequence[Any], args: Sequence[Any] | None) -> Sequence[Any]:
         found = []
         for n, array in enumerate(_numpy(view, infos, args, 1)):
             if array.ndim:

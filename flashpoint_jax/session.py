@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -94,6 +95,7 @@ class Session:
         self._sizes: dict[str, int] = {}
         self._lock = threading.Lock()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="flashpoint")
+        self._making: list[futures.Future[int]] = []  # buffers, in the background
 
     # ---- saving ---------------------------------------------------------------------------------
 
@@ -141,6 +143,8 @@ class Session:
 
     def stage(self, saver: ItemSaver, plan: StatePlan, fill: Any) -> list[StagedObject]:
         """The objects of this process's part: one, or none where it stores nothing."""
+        # A buffer that is being made will be there sooner than one that is begun now.
+        self.wait(self.config.overlap_wait_s)
         return [saver.stage(plan.layout, fill)] if plan.layout.entries else []
 
     def committed(self, item: str, staged: Iterable[StagedObject]) -> None:
@@ -154,7 +158,12 @@ class Session:
         pool.trim(used + _SPARE_VERSIONS * sum(self._sizes.values()))
         if is_new and self.config.prefault:
             for nbytes in sizes:
-                self._background.submit(pool.reserve, nbytes, 2)
+                self._making.append(self._background.submit(pool.reserve, nbytes, 2))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the buffers for the next save are made; False where that takes longer."""
+        self._making = list(futures.wait(self._making, timeout_s).not_done)
+        return not self._making
 
     def close(self) -> None:
         """Let go of the buffers; what was restored stays valid."""

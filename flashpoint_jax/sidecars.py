@@ -51,6 +51,7 @@ class Sidecars:
         custom_metadata: the user's.
         container: where it goes; what another node holds alone is not in the index of a per-host folder.
         ts_checksums: the index is of zarr v3, with a checksum behind every chunk; else of v2.
+        remembered: the plan's, for what is made once for each plan.
     """
 
     tree: dict[str, Any]
@@ -59,6 +60,7 @@ class Sidecars:
     container: CheckpointContainerId
     rank: int
     per_host: bool
+    remembered: dict[str, Any]
     ts_checksums: bool = False
 
     def files(self, manifest: Manifest) -> dict[str, bytes]:
@@ -67,8 +69,7 @@ class Sidecars:
             TREE_FILE: json.dumps({**self.tree, "custom_metadata": self.custom_metadata}).encode(),
         }
         if self.arrays:
-            files[SHARDING_FILE] = sharding_file(self.arrays)
-            files[f"{ARRAYS_FOLDER}/process_{self.rank}"] = arrays_file(self.arrays)
+            files |= self._files_of_arrays()
         sources = sources_of(manifest)
         zarr: _Zarr = {"zarr_format": 3 if self.ts_checksums else 2, "checksums": self.ts_checksums}
         if self.per_host:
@@ -81,6 +82,14 @@ class Sidecars:
             )
         files[SUMS_FILE] = sums_file(files, manifest.digest)
         return {**files, **index_files(sources, uuid_of(manifest), partial=True, **zarr)}
+
+    def _files_of_arrays(self) -> dict[str, bytes]:
+        if "files of arrays" not in self.remembered:
+            self.remembered["files of arrays"] = {
+                SHARDING_FILE: sharding_file(self.arrays),
+                f"{ARRAYS_FOLDER}/process_{self.rank}": arrays_file(self.arrays),
+            }
+        return self.remembered["files of arrays"]  # type: ignore[no-any-return]
 
 
 class _Zarr(TypedDict):
