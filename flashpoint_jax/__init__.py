@@ -14,6 +14,7 @@ from flashpoint_jax.handlers import (
     FlashpointStandardHandler,
     registry,
 )
+from flashpoint_jax.recovery import RecoverResult, recover, wait_until_replicated
 from flashpoint_jax.step_names import StepNameFormat
 
 __all__ = [
@@ -22,6 +23,9 @@ __all__ = [
     "FlashpointRestore",
     "FlashpointSave",
     "FlashpointStandardHandler",
+    "RecoverResult",
     "StepNameFormat",
+    "recover",
     "registry",
+    "wait_until_replicated",
 ]

@@ -86,6 +86,21 @@ def stored(view: CheckpointView, name: str) -> Stored:
     return Stored(entry.whole_shape, known, entry.shape)
 
 
+def wanted_entries(view: CheckpointView, targets: Sequence[Target]) -> list[Entry]:
+    """The boxes of stored arrays that `restore_arrays` reads here; of names that are not there, nothing."""
+    found = []
+    for target in targets:
+        if target.name not in view.manifest.by_name:
+            continue
+        known = stored(view, target.name)
+        shape = known.shape if target.shape is None else tuple(target.shape)
+        for box, _ in _boxes(target, shape):
+            shared = box if shape == known.shape else _shared(box, known.shape)
+            if shared is not None:
+                found.append(Entry(target.name, known.dtype.name, shared.shape, shared.start, known.shape))
+    return found
+
+
 @gc_paused()
 def restore_arrays(view: CheckpointView, targets: Sequence[Target], *, threads: int = 1) -> list[Any]:
     """A `jax.Array` or numpy array for each target.

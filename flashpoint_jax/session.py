@@ -19,16 +19,19 @@ import orbax.checkpoint as ocp
 from flashpoint.config import FlashpointConfig
 from flashpoint.coordinator import Coordinator
 from flashpoint.errors import CheckpointNotFoundError, ConfigError, InvalidIdError
-from flashpoint.ids import CheckpointObjectId
+from flashpoint.ids import CheckpointContainerId, CheckpointObjectId
 from flashpoint.job import open_job
 from flashpoint.loader import MLFlashpointCheckpointLoader
 from flashpoint.manifest import CommitRecord, decode_record
 from flashpoint.markers import is_live, marker_name
 from flashpoint.objects import CheckpointObjectManager
 from flashpoint.saver import MLFlashpointCheckpointSaver, PendingCheckpoint, StagedObject
+from flashpoint.telemetry import warn_once
 from flashpoint.view import CheckpointView
 from flashpoint_jax.coordinator import default_coordinator
 from flashpoint_jax.folder import ItemFolder, StepMarkers, parse_folder, unfinished_items, write_files
+from flashpoint_jax.mirror import Mirror, close_mirrors, mirror_of, open_mirror
+from flashpoint_jax.orbax_root import final_of, is_of_step
 from flashpoint_jax.plan import StatePlan
 from flashpoint_jax.sidecars import Sidecars
 
@@ -39,11 +42,41 @@ _SPARE_VERSIONS: Final = 2  # free buffers kept: one for the next save, one for 
 
 
 class ItemSaver(MLFlashpointCheckpointSaver):
-    """The saver of one item: beside the manifest it writes the files that stock Orbax reads."""
+    """The saver of one item: beside the manifest it writes the files that stock Orbax reads.
+
+    With copies, it hands what it has committed to the item's `Mirror`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sidecars: dict[str, Sidecars] = {}  # by topic, of saves under way
+        self._mirror: Mirror | None = None
+        self._digests: dict[str, str] = {}  # by topic, of manifests that this process wrote
+        self._packed: dict[str, Any] = {}
+
+    def begin(self, container: CheckpointContainerId | int, *, tag: str = "") -> PendingCheckpoint:
+        assert isinstance(container, ItemFolder)
+        if self.config.copies and self._mirror is None:
+            if is_of_step(container):
+                self._mirror = mirror_of(container.job_root, container.item, self.config)
+                self.epoch = self._mirror.epoch
+            else:
+                warn_once(
+                    f"alone:{container.job_root}", "copies are made of a CheckpointManager's steps only"
+                )
+        return super().begin(container, tag=tag)
+
+    def write(self, pending: PendingCheckpoint) -> None:
+        if self._mirror is not None and self.coordinator.is_leader:
+            step = os.path.basename(os.path.dirname(final_of(_folder(pending)).folder))
+            pending.values += self.sidecars[pending.topic].values(step, self._packed)
+        super().write(pending)
+
+    def finalize(self, pending: PendingCheckpoint) -> None:
+        digest = self._digests.pop(pending.topic, "")
+        super().finalize(pending)
+        if self._mirror is not None:
+            self._mirror.follow(_folder(pending), digest, pending.topic, self.coordinator)
 
     def _put_manifest(
         self, pending: PendingCheckpoint, record: CommitRecord, values: Iterable[bytes]
@@ -51,6 +84,7 @@ class ItemSaver(MLFlashpointCheckpointSaver):
         # A failure here is voted on like one of the manifest itself.
         super()._put_manifest(pending, record, values)
         manifest = self.objects.read_manifest(pending.container)
+        self._digests[pending.topic] = manifest.digest
         write_files(pending.container.path, self.sidecars[pending.topic].files(manifest))
 
 
@@ -98,7 +132,9 @@ class Session:
             self._coordinator = default_coordinator("session")
             rank = self._coordinator.rank
             self._drop_debris(rank, self._coordinator.world_size)
-            job = open_job(self.root, self.config, self._coordinator)
+            # Copies are made by each item's mirror: nothing in this folder is for an agent to find.
+            config = dataclasses.replace(self.config, copies=0)
+            job = open_job(self.root, config, self._coordinator)
             self._objects, self._epoch = job.objects, job.epoch
         return self._objects
 
@@ -136,6 +172,7 @@ class Session:
     def close(self) -> None:
         """Let go of the buffers; what was restored stays valid."""
         self._background.shutdown(wait=False, cancel_futures=True)
+        close_mirrors(self.root)
         for objects in (self._objects, self._reading):
             if objects is not None:
                 objects.close()
@@ -154,6 +191,13 @@ class Session:
             loader = self._loader
             loader.objects = self._reader()
         container = self._as_saved(container)
+        if (mirror := self._mirror_for(container)) is not None:
+            found = mirror.loader.open_verified(mirror.objects.container(container.step))
+            if found is None:
+                raise CheckpointNotFoundError(
+                    f"{container.folder} was saved by another number of processes, and is not whole among them"
+                )
+            return found
         if loader.coordinator.world_size > 1:
             found = loader.open_verified(container, warm=True)
             if found is None:
@@ -169,6 +213,17 @@ class Session:
             view.close()
             raise
         return view
+
+    def _mirror_for(self, container: ItemFolder) -> Mirror | None:
+        """The mirror to read a version through: where other processes than now wrote it, on several nodes.
+
+        What it lacks here it gets from peers, all of it: nobody knows yet what is wanted.
+        """
+        mirror = open_mirror(self.root, container.item)
+        if mirror is None or mirror.node_count == 1 or not is_of_step(container):
+            return None
+        record = self._reader().read_summary(container).record
+        return mirror if record.world_size != mirror.coordinator.world_size else None
 
     def look_at(self, container: ItemFolder) -> CheckpointView:
         """Open a version for what its manifest says; on this process alone."""
@@ -189,6 +244,11 @@ class Session:
         with self._lock:
             data = self._reader().manifest_bytes(container)
         return dataclasses.replace(container, step=decode_record(data.partition(b"\n")[0]).step)
+
+
+def _folder(pending: PendingCheckpoint) -> ItemFolder:
+    assert isinstance(pending.container, ItemFolder)
+    return pending.container
 
 
 def _owner_of(name: str) -> int | None:
@@ -222,10 +282,7 @@ def orbax_config(**settings: Any) -> FlashpointConfig:
     """
     if settings.get("keep") is not None:
         raise ConfigError("keep is Orbax's to decide: set CheckpointManagerOptions(max_to_keep=...)")
-    config = FlashpointConfig.from_env(**{**settings, "keep": 0})
-    if config.copies:
-        raise ConfigError("copies of Orbax's checkpoints on other nodes are not made yet: leave copies at 0")
-    return config
+    return FlashpointConfig.from_env(**{**settings, "keep": 0})
 
 
 def folder_at(path: Any) -> ItemFolder:

@@ -6,6 +6,9 @@
 | ``_sharding`` | how each array was sharded | once for each plan |
 | ``array_metadatas/process_<n>`` | shard shapes; which arrays are random keys | once for each plan |
 | ``manifest.ocdbt``, ``nodes-*.ocdbt`` | where each shard's bytes lie | for each version |
+
+In a job with copies the manifest has the first three too, as plain values of the first process: on a node that lost
+everything they are written again from there (`files_again`).
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from orbax.checkpoint._src.metadata import sharding as sharding_metadata
 
+from flashpoint.errors import CheckpointNotFoundError
 from flashpoint.ids import CheckpointContainerId
-from flashpoint.manifest import Manifest
+from flashpoint.manifest import Manifest, Value, plain_value
 from flashpoint.telemetry import warn_once
 from flashpoint_jax.plan import ArrayInfo
 from flashpoint_jax.zarr_index import index_files, plan_index, sources_of, uuid_of
@@ -29,6 +34,12 @@ TREE_FILE: Final = "_METADATA"
 SHARDING_FILE: Final = "_sharding"
 ARRAYS_FOLDER: Final = "array_metadatas"
 KEY_IMPL: Final = "random_key_impl"
+
+_STEP_VALUE: Final = (
+    ".orbax/step"  # names of the plain values; no leaf's name has a slash and begins with a dot
+)
+_CUSTOM_VALUE: Final = ".orbax/custom_metadata"
+_FILES_VALUE: Final = ".orbax/files"
 
 
 @dataclass(frozen=True)
@@ -51,22 +62,78 @@ class Sidecars:
 
     def files(self, manifest: Manifest) -> dict[str, bytes]:
         """Name -> contents, in the order of writing: what names others comes after them."""
-        files = {
+        made = {
             TREE_FILE: json.dumps({**self.tree, "custom_metadata": self.custom_metadata}).encode(),
         }
         if self.arrays:
-            files[SHARDING_FILE] = sharding_file(self.arrays)
-            files[f"{ARRAYS_FOLDER}/process_{self.rank}"] = arrays_file(self.arrays)
-        sources = sources_of(manifest)
-        if self.per_host:
-            sources = [one for one in sources if os.path.lexists(f"{self.container.path}/{one.file}")]
-        elif refused := plan_index(sources).refused:
-            names = ", ".join(f"{name[:200]!r} ({why})" for name, why in list(refused.items())[:5])
-            warn_once(
-                f"index:{manifest.objects[0].layout}",
-                f"stock Orbax cannot read {len(refused)} arrays: {names}",
-            )
-        return {**files, **index_files(sources, uuid_of(manifest), partial=True)}
+            made[SHARDING_FILE] = sharding_file(self.arrays)
+            made[f"{ARRAYS_FOLDER}/process_{self.rank}"] = arrays_file(self.arrays)
+        return {**made, **index_of(manifest, self.container.path, per_host=self.per_host)}
+
+    def values(self, step_name: str, packed: dict[str, Any]) -> list[Value]:
+        """The same for the manifest, but for the index.
+
+        Args:
+            step_name: of Orbax's folder.
+            packed: what was packed for the plan before, to be looked at and changed here.
+        """
+        if packed.get("tree") is not self.tree or packed.get("arrays") is not self.arrays:
+            files = {TREE_FILE: json.dumps(self.tree)}
+            if self.arrays:
+                files[SHARDING_FILE] = sharding_file(self.arrays).decode()
+                files[ARRAYS_FOLDER] = arrays_file(self.arrays).decode()
+            text = base64.b64encode(zlib.compress(json.dumps(files).encode(), 1)).decode()
+            packed.update(tree=self.tree, arrays=self.arrays, text=text)
+        return [
+            Value(_STEP_VALUE, step_name),
+            Value(_CUSTOM_VALUE, json.dumps(self.custom_metadata)),
+            Value(_FILES_VALUE, packed["text"]),
+        ]
+
+
+def index_of(manifest: Manifest, folder: str, *, per_host: bool) -> dict[str, bytes]:
+    """The files of the index over a version's objects; of a folder that has not all of them, with errors there."""
+    sources = sources_of(manifest)
+    absent = [one.file for one in sources if per_host and not os.path.lexists(f"{folder}/{one.file}")]
+    if refused := plan_index(sources, absent=absent).refused:
+        names = ", ".join(f"{name[:200]!r} ({why})" for name, why in list(refused.items())[:5])
+        warn_once(
+            f"index:{manifest.objects[0].layout}",
+            f"stock Orbax cannot read {len(refused)} arrays: {names}",
+        )
+    return index_files(sources, uuid_of(manifest), partial=True, absent=absent)
+
+
+def step_name_of(manifest: Manifest) -> str | None:
+    """The name of Orbax's folder for this step; None where the version was saved without copies."""
+    value = manifest.values_of(0).get(_STEP_VALUE)
+    return None if value is None else str(plain_value(value))
+
+
+def files_again(manifest: Manifest, ranks: Iterable[int]) -> dict[str, bytes]:
+    """The files that `Sidecars.files` gave, without the index, from the manifest alone.
+
+    Args:
+        ranks: of the processes on this node.
+
+    Raises:
+        CheckpointNotFoundError: they are not in it.
+    """
+    values: Mapping[str, Value] = manifest.values_of(0)
+    if _FILES_VALUE not in values:
+        raise CheckpointNotFoundError(
+            f"step {manifest.step} was saved without copies: a node that lost it cannot have it again"
+        )
+    packed = base64.b64decode(plain_value(values[_FILES_VALUE]))
+    files: dict[str, str] = json.loads(zlib.decompress(packed))
+    custom = json.loads(plain_value(values[_CUSTOM_VALUE]))
+    tree = {**json.loads(files.pop(TREE_FILE)), "custom_metadata": custom}
+    found = {TREE_FILE: json.dumps(tree).encode()}
+    arrays = files.pop(ARRAYS_FOLDER, None)
+    found |= {name: text.encode() for name, text in files.items()}
+    if arrays is not None:
+        found |= {f"{ARRAYS_FOLDER}/process_{rank}": arrays.encode() for rank in ranks}
+    return found
 
 
 def sharding_file(arrays: Sequence[ArrayInfo]) -> bytes:
