@@ -47,18 +47,19 @@ class ItemSaver(MLFlashpointCheckpointSaver):
     With copies, it hands what it has committed to the item's `Mirror`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, job_config: FlashpointConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sidecars: dict[str, Sidecars] = {}  # by topic, of saves under way
+        self._job_config = job_config
         self._mirror: Mirror | None = None
         self._digests: dict[str, str] = {}  # by topic, of manifests that this process wrote
         self._packed: dict[str, Any] = {}
 
     def begin(self, container: CheckpointContainerId | int, *, tag: str = "") -> PendingCheckpoint:
         assert isinstance(container, ItemFolder)
-        if self.config.copies and self._mirror is None:
+        if self._job_config.copies and self._mirror is None:
             if is_of_step(container):
-                self._mirror = mirror_of(container.job_root, container.item, self.config)
+                self._mirror = mirror_of(container.job_root, container.item, self._job_config)
                 self.epoch = self._mirror.epoch
             else:
                 warn_once(
@@ -120,6 +121,7 @@ class Session:
                 self._savers[item] = ItemSaver(
                     objects,
                     default_coordinator(f"save/{item}"),
+                    job_config=self.config,
                     epoch=self._epoch,
                     writer=WRITER_NAME,
                     gives_up=False,  # Orbax deletes versions
