@@ -305,6 +305,14 @@ class Mirror:
         if known.get(step) != digest:
             write_files(self.path, {_PUBLISHED_NAME: json.dumps({**known, step: digest}).encode()})
 
+    def drop_newer(self, step: int) -> None:
+        """Drop what earlier starts of the job saved after this step: no node can complete it."""
+        for other in self.objects.steps():
+            container = self.objects.container(other)
+            version = self.objects.version_of(container)
+            if other > step and version is not None and version < (self.epoch, 0):
+                self.objects.remove_container(container)
+
     def settle(self, version: Version) -> None:
         """The job goes on from this version, which Orbax's root has now on every node."""
         if self.is_first:
@@ -333,14 +341,22 @@ class Mirror:
     def await_replicated(self, step: int, timeout_s: float) -> bool:
         """Wait until a step is replicated; False if it is not in time, or was given up for a newer one."""
         deadline = time.monotonic() + timeout_s
-        container = self.objects.container(step)
-        while (version := self.objects.version_of(container)) is None:
+        self.drain(timeout_s)
+        while (version := self._published_version(step)) is None:
             if time.monotonic() > deadline or self._closing.is_set():
                 return False
             time.sleep(_POLL_S)
         with contextlib.suppress(FlashpointError):
             return self.replication.await_replicated(version, max(deadline - time.monotonic(), 0.0))
         return False
+
+    def _published_version(self, step: int) -> Version | None:
+        """A step's version here, if it is the very one that Orbax has, or Orbax has none any more."""
+        summary, final = self._summary(step), final_steps(self.root).get(step)
+        if summary is None:
+            return None
+        current = digest_of(f"{final}/{self.item}") if final is not None else ""
+        return Version(summary.record.epoch, step) if current in ("", summary.digest) else None
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all that is committed is published, or cannot be."""

@@ -310,9 +310,10 @@ class _Mirrored:
 
     def finish(self, step: int, views: Mapping[str, CheckpointView], *, removes_newer: bool) -> None:
         if self._one.is_first and removes_newer:
-            _remove_steps(
-                self.root, list(self.mirrors), lambda one: one > step, f"the job goes on from step {step}"
-            )
+            why = f"the job goes on from step {step}"
+            _remove_steps(self.root, list(self.mirrors), lambda one: one > step, why)
+            for mirror in self.mirrors.values():
+                mirror.drop_newer(step)
         self._one.agree("finished")
         for item, mirror in self.mirrors.items():
             mirror.settle(Version(views[item].manifest.record.epoch, step))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ import flashpoint_jax
 from flashpoint.errors import FlashpointError
 from flashpoint_jax import mirror, session
 from tests.jax import trees
-from tests.jax.nodes import Cluster, heard, until
+from tests.jax.nodes import REPOSITORY, Cluster, heard, until
+from tests.jax.workers import Workers
 
 Args = ocp.args
 VALUE = np.random.default_rng(0).normal(size=(48, 16)).astype(np.float32)
@@ -232,3 +236,192 @@ def test_the_rename_is_what_counts() -> None:
         cluster.kill()
         for answer in cluster.run(recover):
             assert (answer["step"], answer["tier"], answer["steps"][-1]) == (3, "local", 3)
+
+
+# ---- deletions --------------------------------------------------------------------------------------
+
+
+def delete(root: str, settings: Any, step: int) -> None:
+    with manager(root, settings) as m:
+        m.delete(step)
+
+
+def test_what_the_user_deleted_does_not_come_back() -> None:
+    with Cluster(2) as cluster:
+        cluster.run(save, [1, 2])
+        until(lambda: cluster.mirrored_steps() == [{2}] * 2, "the older version is given up")
+        cluster.run(delete, 2)
+        cluster.kill()
+        for answer in cluster.run(recover, saves_on=False, by_root=True):
+            assert (answer["step"], answer["tier"], answer["warnings"]) == (1, "local", "")
+        assert cluster.mirrored_steps() == [{1}] * 2
+        cluster.run(delete, 1)
+        cluster.kill()
+        for answer in cluster.run(recover):
+            assert (answer["step"], answer["steps"]) == (None, [])
+
+
+def save_many(root: str, settings: Any, first: int, last: int) -> None:
+    big = trees.sharded(np.ones((512, 1024), np.float32), trees.mesh(len(jax.devices()), names=("x",)), "x")
+    with manager(root, settings, max_to_keep=1) as m:
+        for step in range(first, last + 1):
+            m.save(step, args=Args.StandardSave({"big": big}))
+        m.wait_until_finished()
+        assert flashpoint_jax.wait_until_replicated(m, last, timeout_s=REPLICATED_S)
+
+
+def test_memory_is_bounded_however_many_steps_are_saved() -> None:
+    part = 512 * 1024 * 4 // 2  # of each node
+    with Cluster(2) as cluster:
+        for first, last in ((1, 15), (16, 30)):
+            cluster.run(save_many, first, last)
+            until(lambda last=last: cluster.mirrored_steps() == [{last}] * 2, "older versions are given up")
+            # Own and copies each: a replicated version, one on its way, one behind it, and some to spare.
+            used = max(cluster.nbytes(0), cluster.nbytes(1))
+            assert used <= 11 * part, used
+        for root in cluster.roots:
+            links = [os.stat(path).st_nlink for path in Path(root, ".pool").glob("*.buf")]
+            assert sorted(links)[-2:] == [1, 3], "in the pool, in Orbax's step and in the mirror: one version"
+
+
+# ---- several items, corrupt copies ------------------------------------------------------------------
+
+
+def save_two(root: str, settings: Any, steps: list[int], without: str = "") -> None:
+    with manager(root, settings, best_fn=lambda metrics: metrics["loss"], max_to_keep=5) as m:
+        for step in steps:
+            items = {"model": Args.StandardSave(state(step)), "average": Args.PyTreeSave(state(step + 100))}
+            items.pop(without, None)
+            m.save(step, args=Args.Composite(**items), metrics={"loss": 1.0 / step})
+            m.wait_until_finished()
+        for item in {"model", "average"} - {without}:
+            assert flashpoint_jax.wait_until_replicated(m, steps[-1], item=item, timeout_s=REPLICATED_S)
+
+
+def recover_two(root: str, settings: Any) -> tuple[int | None, str]:
+    abstract = {"model": trees.abstract(state(0)), "average": trees.abstract(state(0))}
+    with manager(root, settings, best_fn=lambda metrics: metrics["loss"], max_to_keep=5) as m:
+        found = flashpoint_jax.recover(m, abstract, item=("model", "average"))
+        assert found is not None
+        assert found.step is not None
+        expect(found.state["model"], found.step)
+        expect(found.state["average"], found.step + 100)
+        assert m.latest_step() == found.step
+        assert m.metrics(found.step) == {"loss": 1.0 / found.step}
+        loaded = m.restore(
+            found.step,
+            args=Args.Composite(**{name: Args.StandardRestore(tree) for name, tree in abstract.items()}),
+        )
+        expect(loaded["average"], found.step + 100)
+        return found.step, found.tier
+
+
+def flip_a_byte(root: str, step: int) -> None:
+    (path,) = Path(root, str(step), "default").glob("rank*")
+    with path.open("r+b") as file:
+        file.seek(-200, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-200, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_several_items_come_back_of_one_step() -> None:
+    with Cluster(2) as cluster:
+        cluster.run(save_two, [1, 2])
+        cluster.lose(1)
+        assert cluster.run(recover_two) == [(2, "peer")] * 2
+
+
+def test_a_corrupt_object_is_replaced_by_a_peers_copy_in_orbax_s_folder_too() -> None:
+    with Cluster(2) as cluster:
+        cluster.run(save, [1])
+        cluster.kill()
+        flip_a_byte(cluster.roots[0], 1)
+        for answer in cluster.run(recover):
+            assert (answer["step"], answer["tier"]) == (1, "peer")
+
+
+# ---- one node ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_mirror_is_left() -> Iterator[None]:
+    yield
+    mirror.close_mirrors()
+
+
+@pytest.mark.usefixtures("no_mirror_is_left")
+def test_one_node_has_no_peers_and_says_so_once(job_root: str) -> None:
+    settings = {"copies": 1, "agent": "embedded"}
+    with heard() as warnings, manager(job_root, settings, per_host=False) as m:
+        for step in (1, 2):
+            m.save(step, args=Args.StandardSave(state(step)))
+        m.wait_until_finished()
+        assert flashpoint_jax.wait_until_replicated(m, 2, timeout_s=REPLICATED_S)
+        found = flashpoint_jax.recover(m, trees.abstract(state(0)))
+        assert found is not None
+        assert (found.step, found.tier) == (2, "local")
+        expect(found.state, 2)
+    assert [text for text in warnings if "copies=1 wants 2 nodes" in text] == warnings
+
+
+def share_a_root(root: str) -> tuple[int | None, str, list[int]]:
+    settings = {"copies": 1, "agent_idle_s": 20.0, "commit_timeout_s": 30.0}
+    with manager(root, settings, per_host=False) as m:
+        for step in (1, 2, 3):
+            m.save(step, args=Args.StandardSave(state(step)))
+        m.wait_until_finished()
+        assert flashpoint_jax.wait_until_replicated(m, 3, timeout_s=REPLICATED_S)
+        found = flashpoint_jax.recover(m, trees.abstract(state(0)))
+        assert found is not None
+        expect(found.state, 3)
+        mirror.close_mirrors(root)
+        return found.step, found.tier, list(m.all_steps())
+
+
+def test_two_processes_on_one_node_share_a_root(workers: Workers, job_root: str) -> None:
+    assert workers.run(share_a_root, job_root) == [(3, "local", [2, 3])] * 2
+
+
+def local_only(root: str) -> tuple[int | None, str, list[int]]:
+    with manager(root, {"commit_timeout_s": 30.0}, per_host=False, max_to_keep=3) as m:
+        assert flashpoint_jax.recover(m, trees.abstract(state(0))) is None
+        for step in (1, 2, 3):
+            m.save(step, args=Args.StandardSave(state(step)))
+        m.wait_until_finished()
+        if jax.process_index() == 0:
+            flip_a_byte_of_rank(root, 3)
+        found = flashpoint_jax.recover(m, trees.abstract(state(0)))
+        assert found is not None
+        assert found.step is not None
+        expect(found.state, found.step)
+        return found.step, found.tier, list(m.all_steps())
+
+
+def flip_a_byte_of_rank(root: str, step: int) -> None:
+    path = Path(root, str(step), "default", "rank00001-0.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-200] ^= 1
+    with path.open("r+b") as file:
+        file.write(data)
+
+
+def test_without_copies_it_recovers_what_all_processes_can_use(workers: Workers, job_root: str) -> None:
+    assert workers.run(local_only, job_root) == [(2, "local", [1, 2])] * 2
+    assert not Path(job_root, ".flashpoint").exists()
+
+
+PROGRAM = """
+import sys, jax.numpy as jnp, orbax.checkpoint as ocp, flashpoint_jax
+m = ocp.CheckpointManager(sys.argv[1], handler_registry=flashpoint_jax.registry(copies=1))
+m.save(1, args=ocp.args.StandardSave({"w": jnp.ones(1 << 10)}))
+m.close()
+"""
+
+
+def test_a_program_that_ends_releases_its_agent(job_root: str) -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM, job_root], cwd=REPOSITORY, check=True, timeout=120)
+    assert Path(job_root, ".flashpoint", "default", "step-1_ckpt", ".metadata").exists()
+    lock = Path(job_root, ".flashpoint", "default", ".agent", "lock")
+    pid = int(lock.read_text().split()[1])
+    until(lambda: not Path(f"/proc/{pid}").exists(), "the agent ends")
