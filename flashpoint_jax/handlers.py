@@ -32,7 +32,7 @@ from flashpoint.config import FlashpointConfig
 from flashpoint.errors import DeadlineError, FlashpointError
 from flashpoint.gc_pause import gc_paused
 from flashpoint.saver import PendingCheckpoint
-from flashpoint.telemetry import count, logger
+from flashpoint.telemetry import count, logger, warn_once
 from flashpoint.view import CheckpointView
 from flashpoint_jax.folder import ItemFolder, holds_blobs, is_local
 from flashpoint_jax.leaves import BlobRegistry, OpenFolders, is_ours
@@ -88,6 +88,11 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         if "tree" not in plan.remembered:
             self._describe(plan, item, leaves, save_args)
         if plan.remembered["is_stock"]:
+            if self.config.copies:
+                warn_once(
+                    f"stock:{container.job_root}/{container.item}",
+                    f"item {container.item!r} has leaves that no blob holds: Orbax writes it, and it gets no copies",
+                )
             return await super().async_save(directory, args=args)  # type: ignore[no-any-return]
         futures = [self._start(container, plan, leaves, args.custom_metadata)]
         if plan.remembered["others"]:

@@ -86,6 +86,7 @@ class Mirror:
         self._queue: queue.Queue[_Committed] = queue.Queue(_FOLLOWED_MAX)
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
+        self._around = CheckpointObjectManager(root, rank=self.coordinator.rank, config=self.config)
         self._raise_epoch()
         job = open_job(self.path, self.config, self.coordinator, leader_host=_leader_host())
         assert job.replication is not None
@@ -97,17 +98,17 @@ class Mirror:
         self.node_count = len(job.replication.membership.members)
         self.is_first = self.coordinator.rank == job.node_ranks[0]
         self.loader = MLFlashpointCheckpointLoader(job.objects, self.coordinator, replication=job.replication)
+        if self.is_first and self._around.read_epoch() < self.epoch:
+            self._around.write_epoch(self.epoch)  # for starts without copies: theirs is above, too
         self.reconcile(everything=False)
 
     def _raise_epoch(self) -> None:
         """Have this start's epoch be above those of all that Orbax keeps: it may be of times without copies."""
         with contextlib.suppress(FlashpointError, OSError):  # of which `open_job` tells all processes
-            rank = self.coordinator.rank
-            objects = CheckpointObjectManager(self.path, rank=rank, config=self.config)
-            around = CheckpointObjectManager(self.root, rank=rank, config=self.config)
+            objects = CheckpointObjectManager(self.path, rank=self.coordinator.rank, config=self.config)
             versions = [self._version_at(folder) for folder in final_items(self.root, self.item)]
             known = max((version.epoch for version in versions if version is not None), default=0)
-            known = max(known, around.read_epoch())
+            known = max(known, self._around.read_epoch())
             if objects.read_epoch() < known:
                 objects.write_epoch(known)
 
@@ -373,6 +374,7 @@ class Mirror:
         self._closing.set()
         self.replication.close()
         self.objects.close()
+        self._around.close()
 
 
 @contextlib.contextmanager

@@ -147,10 +147,10 @@ def _step_file(known: bytes, items: Collection[str]) -> bytes:
     ).encode()
 
 
-def mend_item(folder: str, good: str) -> None:
-    """Have an item's objects be the files that another folder has under their names, where they are not."""
-    for name in os.listdir(folder):
-        with contextlib.suppress(ValueError, FileNotFoundError):
+def mend_item(folder: str, good: str, wanted: Collection[str]) -> None:
+    """Have an item's objects, and those wanted besides, be the files that another folder has under their names."""
+    for name in {*os.listdir(folder), *wanted}:
+        with contextlib.suppress(ValueError):
             if os.path.lexists(f"{good}/{CheckpointObjectId.parse(name).name}"):
                 link_over(f"{good}/{name}", f"{folder}/{name}")
 

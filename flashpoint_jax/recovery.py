@@ -29,7 +29,7 @@ from flashpoint.retrieval import Need, needs_of_reads
 from flashpoint.telemetry import Timings, count, logger
 from flashpoint.view import CheckpointView
 from flashpoint_jax.coordinator import default_coordinator
-from flashpoint_jax.folder import ItemFolder, holds_blobs, step_of
+from flashpoint_jax.folder import ItemFolder, holds_blobs, step_of, write_files
 from flashpoint_jax.handlers import FlashpointStandardHandler
 from flashpoint_jax.leaves import target_of
 from flashpoint_jax.mirror import Mirror, mirror_of, open_mirror
@@ -275,24 +275,28 @@ class _Mirrored:
         self, mirror: Mirror, target: ItemFolder, view: CheckpointView, shared: Mapping[str, bytes]
     ) -> None:
         manifest, container = view.manifest, mirror.objects.container(target.step)
-        if digest_of(target.folder) == manifest.digest:
-            mend_item(target.folder, container.path)  # what was corrupt there was replaced here
-            return
-        held = mirror.objects.held_objects(container, manifest.objects)
+        wanted = mirror.objects.held_objects(container, manifest.objects)
         if manifest.record.world_size == mirror.coordinator.world_size:
-            held = {
-                one.name
-                for one in manifest.objects
-                if one.name in held and manifest.rank(one) in mirror.node_ranks
-            }
-        put_item(
-            target,
-            {name: f"{container.path}/{name}" for name in sorted(held)},
-            mirror.objects.manifest_bytes(container),
-            lambda folder: {
+            wanted &= {one.name for one in manifest.objects if manifest.rank(one) in mirror.node_ranks}
+
+        def files(folder: str) -> dict[str, bytes]:
+            return {
                 **files_again(manifest, mirror.node_ranks),
                 **index_of(manifest, folder, per_host=self.per_host),
-            },
+            }
+
+        if digest_of(target.folder) == manifest.digest:
+            # What was corrupt there was replaced here; and this node may have had other ranks then.
+            is_whole = all(os.path.lexists(f"{target.folder}/{name}") for name in wanted)
+            mend_item(target.folder, container.path, wanted)
+            if not is_whole:
+                write_files(target.folder, files(target.folder))
+            return
+        put_item(
+            target,
+            {name: f"{container.path}/{name}" for name in sorted(wanted)},
+            mirror.objects.manifest_bytes(container),
+            files,
             shared,
         )
 

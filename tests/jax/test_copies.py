@@ -210,6 +210,15 @@ def test_fewer_processes_go_on_from_what_more_have_saved() -> None:
             assert (answer["step"], answer["tier"]) == (3, "local")
 
 
+def test_processes_may_find_themselves_on_other_nodes() -> None:
+    with Cluster(3) as cluster:
+        cluster.run(save, [1])
+        cluster.kill()
+        cluster.roots.insert(0, cluster.roots.pop())
+        for answer in cluster.run(recover):
+            assert (answer["step"], answer["tier"]) == (1, "peer")
+
+
 # ---- processes are killed -------------------------------------------------------------------------
 
 
@@ -287,20 +296,26 @@ def test_memory_is_bounded_however_many_steps_are_saved() -> None:
 # ---- several items, corrupt copies ------------------------------------------------------------------
 
 
-def save_two(root: str, settings: Any, steps: list[int], without: str = "") -> None:
-    with manager(root, settings, best_fn=lambda metrics: metrics["loss"], max_to_keep=5) as m:
+RANKED: dict[str, Any] = {
+    "best_fn": lambda metrics: metrics["loss"],
+    "step_name_format": flashpoint_jax.StepNameFormat(),
+    "max_to_keep": 5,
+}
+
+
+def save_two(root: str, settings: Any, steps: list[int]) -> None:
+    with manager(root, settings, **RANKED) as m:
         for step in steps:
             items = {"model": Args.StandardSave(state(step)), "average": Args.PyTreeSave(state(step + 100))}
-            items.pop(without, None)
             m.save(step, args=Args.Composite(**items), metrics={"loss": 1.0 / step})
             m.wait_until_finished()
-        for item in {"model", "average"} - {without}:
+        for item in ("model", "average"):
             assert flashpoint_jax.wait_until_replicated(m, steps[-1], item=item, timeout_s=REPLICATED_S)
 
 
 def recover_two(root: str, settings: Any) -> tuple[int | None, str]:
     abstract = {"model": trees.abstract(state(0)), "average": trees.abstract(state(0))}
-    with manager(root, settings, best_fn=lambda metrics: metrics["loss"], max_to_keep=5) as m:
+    with manager(root, settings, **RANKED) as m:
         found = flashpoint_jax.recover(m, abstract, item=("model", "average"))
         assert found is not None
         assert found.step is not None
