@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import queue
 import threading
@@ -142,7 +143,9 @@ class Mirror:
                 self._publish_together(one)
             except Exception as error:  # the thread lives on: the next version may well be published
                 count("copies_failed")
-                logger.warning("step %d gets no copies yet: %s", one.container.step, reason_of(error))
+                # A step may come and go before its turn, where saves are that quick: no news, if another follows.
+                level = logging.INFO if not self._queue.empty() else logging.WARNING
+                logger.log(level, "step %d gets no copies yet: %s", one.container.step, reason_of(error))
             finally:
                 self._queue.task_done()
 
@@ -156,6 +159,10 @@ class Mirror:
             error = reason_of(failure)
         failures = self._exchange(one, error)
         if failures:
+            # No node can complete it: here it would only be in the way, until a newer one is replicated.
+            container = self.objects.container(one.container.step)
+            if digest_of(container.path) == one.digest:
+                self.objects.remove_container(container)
             raise FlashpointError("; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
         self.replication.completed(Version(self.epoch, one.container.step))
 

@@ -285,9 +285,10 @@ def test_memory_is_bounded_however_many_steps_are_saved() -> None:
         for first, last in ((1, 15), (16, 30)):
             cluster.run(save_many, first, last)
             until(lambda last=last: cluster.mirrored_steps() == [{last}] * 2, "older versions are given up")
-            # Own and copies each: a replicated version, one on its way, one behind it, and some to spare.
+            # Own and copies: each a replicated version, one on its way, one behind it, one that is written, and two
+            # to spare. Fifteen saves would hold thirty.
             used = max(cluster.nbytes(0), cluster.nbytes(1))
-            assert used <= 11 * part, used
+            assert used <= 13 * part, used
         for root in cluster.roots:
             links = [os.stat(path).st_nlink for path in Path(root, ".pool").glob("*.buf")]
             assert sorted(links)[-2:] == [1, 3], "in the pool, in Orbax's step and in the mirror: one version"
