@@ -38,6 +38,7 @@ from flashpoint_jax.sidecars import Sidecars
 WRITER_NAME: Final = f"flashpoint_jax, jax {jax.__version__}, orbax-checkpoint {ocp.__version__}"
 """What a manifest says wrote it."""
 
+_DIGESTS_MAX: Final = 16
 _SPARE_VERSIONS: Final = 2  # free buffers kept: one for the next save, one for Orbax to be late in deleting
 
 
@@ -86,6 +87,8 @@ class ItemSaver(MLFlashpointCheckpointSaver):
         super()._put_manifest(pending, record, values)
         manifest = self.objects.read_manifest(pending.container)
         self._digests[pending.topic] = manifest.digest
+        while len(self._digests) > _DIGESTS_MAX:  # of saves that failed after this
+            del self._digests[next(iter(self._digests))]
         write_files(pending.container.path, self.sidecars[pending.topic].files(manifest))
 
 
