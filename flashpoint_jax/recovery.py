@@ -20,8 +20,15 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from flashpoint.config import FlashpointConfig
-from flashpoint.errors import CheckpointNotFoundError, ConfigError, FlashpointError, reason_of
+from flashpoint.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    FlashpointError,
+    RecoveryError,
+    reason_of,
+)
 from flashpoint.ids import validate_job_root
+from flashpoint.loader import Verdict
 from flashpoint.peers import Needs
 from flashpoint.recovery import plan_reads
 from flashpoint.retention import Version
@@ -103,6 +110,8 @@ def recover(
 
     Raises:
         CheckpointNotFoundError: the ``step`` asked for cannot be loaded.
+        RecoveryError: there are versions, but none could be loaded, for a reason that may pass, and there is no
+            fallback.
         FlashpointError: the state does not fit, here or on another process, or a process did not come.
     """
     start_s = time.perf_counter()
@@ -201,7 +210,8 @@ class _Mirrored:
         for mirror in self.mirrors.values():
             mirror.drain(config.commit_timeout_s)
             mirror.reconcile(everything=True)
-        self._lost: set[int] = set()
+        self.unloadable: list[int] = []
+        self._lost: set[int] = set()  # steps of which no node holds all any more
 
     @property
     def per_host(self) -> bool:
@@ -215,9 +225,11 @@ class _Mirrored:
 
     def open(self, item: str, step: int, needs: Needs) -> CheckpointView | None:
         mirror = self.mirrors[item]
-        mirror.loader.lost.clear()
-        view = mirror.loader.open_verified(mirror.objects.container(step), needs=needs)
-        self._lost |= mirror.loader.lost
+        view, verdict = mirror.loader.try_open(mirror.objects.container(step), needs=needs)
+        if verdict is Verdict.GONE:
+            self._lost.add(step)
+        elif verdict is Verdict.FAILED:
+            self.unloadable.append(step)
         self.fetched_nbytes += mirror.loader.fetched_nbytes
         return view
 
@@ -302,14 +314,9 @@ class _Mirrored:
 
     def give_up(self) -> None:
         """Nothing was found: take away steps of which objects are lost for good, so that the job can begin anew."""
-        lost = self.union(self._lost)
+        why = "more nodes were lost than there were copies"
         if self._one.is_first:
-            _remove_steps(
-                self.root,
-                list(self.mirrors),
-                lambda step: step in lost,
-                "more nodes were lost than there were copies",
-            )
+            _remove_steps(self.root, list(self.mirrors), self._lost.__contains__, why)
         self._one.agree("given up")
 
     def finish(self, step: int, views: Mapping[str, CheckpointView], *, removes_newer: bool) -> None:
@@ -321,10 +328,6 @@ class _Mirrored:
         self._one.agree("finished")
         for item, mirror in self.mirrors.items():
             mirror.settle(Version(views[item].manifest.record.epoch, step))
-
-    def union(self, steps: set[int]) -> set[int]:
-        answers = self._one.exchange("lost", msgspec.msgpack.encode(sorted(steps)))
-        return {step for answer in answers for step in msgspec.msgpack.decode(answer, type=list[int])}
 
     def agree(self, topic: str, error: Exception | None) -> None:
         self._one.agree(topic, error)
@@ -339,6 +342,7 @@ class _Local:
     def __init__(self, root: str, items: Sequence[str], config: FlashpointConfig, options: Any) -> None:
         self.root = root
         self.fetched_nbytes = 0
+        self.unloadable: list[int] = []
         self.per_host = options is not None and options.primary_host is None
         self._items = items
         self._config = config
@@ -465,6 +469,12 @@ def _fall_back(
 ) -> RecoverResult | None:
     """Load from long-term storage, since no node's memory has a version that every process can use."""
     if fallback is None:
+        if store.unloadable:
+            raise RecoveryError(
+                f"steps {store.unloadable} are below {store.root} or on its peers, but none could be loaded; the "
+                "warnings before this say why. Mend that and start again, pass a fallback, or remove the steps to "
+                "start from scratch"
+            )
         return None
     logger.warning("memory holds no usable checkpoint below %s: falling back to storage", store.root)
     found: tuple[int | None, Any] | None = None
