@@ -120,13 +120,7 @@ class MLFlashpointCheckpointLoader:
         self.unloadable = []
         for version in self.candidates():
             container = self.objects.container(version.step)
-            for attempt in range(_TRIES_MAX):
-                view, verdict = self._open_together(container, warm, needs)
-                if verdict is not Verdict.FAILED or self.replication is None or attempt + 1 == _TRIES_MAX:
-                    break
-                time.sleep(_AGAIN_S)
-                with contextlib.suppress(FlashpointError, OSError):
-                    self.replication.revive()
+            view, verdict = self.try_open(container, warm=warm, needs=needs)
             if view is not None:
                 for bad in [*corrupt, *map(self.objects.container, self.objects.garbled_steps())]:
                     self.objects.remove_container(bad)
@@ -136,6 +130,19 @@ class MLFlashpointCheckpointLoader:
             elif verdict is Verdict.FAILED:
                 self.unloadable.append(version.step)
         return None
+
+    def try_open(
+        self, container: CheckpointContainerId, *, warm: bool = False, needs: Needs | None = None
+    ) -> tuple[CheckpointView | None, Verdict]:
+        """As `open_verified`, with what the ranks found; tried again where that may pass."""
+        for attempt in range(_TRIES_MAX):
+            view, verdict = self._open_together(container, warm, needs)
+            if verdict is not Verdict.FAILED or self.replication is None or attempt + 1 == _TRIES_MAX:
+                break
+            time.sleep(_AGAIN_S)
+            with contextlib.suppress(FlashpointError, OSError):
+                self.replication.revive()
+        return view, verdict
 
     def open_verified(
         self, container: CheckpointContainerId, *, warm: bool = False, needs: Needs | None = None

@@ -17,6 +17,7 @@ from flashpoint_jax.handlers import (
     FlashpointStandardHandler,
     registry,
 )
+from flashpoint_jax.recovery import RecoverResult, recover, wait_until_replicated
 from flashpoint_jax.step_names import StepNameFormat
 
 __all__ = [
@@ -25,7 +26,10 @@ __all__ = [
     "FlashpointRestore",
     "FlashpointSave",
     "FlashpointStandardHandler",
+    "RecoverResult",
     "StepNameFormat",
     "load",
+    "recover",
     "registry",
+    "wait_until_replicated",
 ]

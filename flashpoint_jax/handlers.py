@@ -31,7 +31,7 @@ from flashpoint.buffers import BufferObject
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import CheckpointNotFoundError, FlashpointError, ManifestError, MismatchError
 from flashpoint.gc_pause import gc_paused
-from flashpoint.telemetry import count
+from flashpoint.telemetry import count, warn_once
 from flashpoint.view import CheckpointView
 from flashpoint_jax.commit import SaveFuture, settle
 from flashpoint_jax.diagnosis import explained, is_ours, missing_objects
@@ -102,6 +102,11 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
         if "tree" not in plan.remembered:
             self._describe(plan, item, leaves, save_args)
         if plan.remembered["is_stock"]:
+            if self.config.copies:
+                warn_once(
+                    f"stock:{container.job_root}/{container.item}",
+                    f"item {container.item!r} has leaves that no blob holds: Orbax writes it, and it gets no copies",
+                )
             return await super().async_save(directory, args=args)  # type: ignore[no-any-return]
         futures = [self._start(container, plan, leaves, args.custom_metadata)]
         if plan.remembered["others"]:

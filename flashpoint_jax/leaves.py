@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -217,6 +218,14 @@ def _sharding_of(arg: Any) -> Any:
 def _saved_sharding(text: str) -> Any:
     """The sharding that an array was saved with; devices that are no more are an error in Orbax's words."""
     return sharding_metadata.from_serialized_string(text).to_jax_sharding()
+
+
+def target_of(name: str, leaf: Any) -> Target:
+    """What a leaf of an abstract tree is restored as."""
+    sharding = _sharding_of(leaf)
+    if sharding is None:
+        return Target(name)
+    return _target(name, SimpleNamespace(global_shape=leaf.shape, dtype=leaf.dtype), sharding)
 
 
 def _target(name: str, arg: Any, sharding: Any) -> Target:

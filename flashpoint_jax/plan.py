@@ -120,7 +120,7 @@ def plan_state(item: Any, casts: Sequence[Any], writers: Writers, *, trailer_byt
         LayoutError: two leaves have one name.
     """
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(item)
-    paths = [tuple(str(_key_name(key)) for key in path) for path, _ in with_paths]
+    paths = [path_of(keys) for keys, _ in with_paths]
     leaves = [leaf for _, leaf in with_paths]
     names = [".".join(path) for path in paths]
     kinds = [kind_of(leaf) for leaf in leaves]
@@ -246,6 +246,11 @@ def _entry(info: ArrayInfo, box: Box, path: tuple[str, ...]) -> Entry:
     if box.shape == info.shape:
         return Entry(info.name, info.dtype, box.shape, path=path)
     return Entry(info.name, info.dtype, box.shape, box.start, info.shape, path)
+
+
+def path_of(keys: Sequence[Any]) -> tuple[str, ...]:
+    """The way through a tree, as Orbax names its steps; joined by dots, the name of the leaf."""
+    return tuple(str(_key_name(key)) for key in keys)
 
 
 def _key_name(key: Any) -> Any:

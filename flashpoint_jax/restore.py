@@ -117,6 +117,21 @@ def _stored(view: CheckpointView, found: Sequence[tuple[ObjectRecord, int]]) -> 
     return Stored(entry.whole_shape, known, entry.shape)
 
 
+def wanted_entries(view: CheckpointView, targets: Sequence[Target]) -> list[Entry]:
+    """The boxes of stored arrays that `restore_arrays` reads here; of names that are not there, nothing."""
+    found = []
+    for target in targets:
+        if target.name not in view.manifest.by_name:
+            continue
+        known = stored(view, target.name)
+        shape = known.shape if target.shape is None else tuple(target.shape)
+        for box in dict.fromkeys(places_of(target.sharding, shape).boxes):
+            shared = box if shape == known.shape else _shared(box, known.shape)
+            if shared is not None:
+                found.append(Entry(target.name, known.dtype.name, shared.shape, shared.start, known.shape))
+    return found
+
+
 @gc_paused()
 def restore_arrays(view: CheckpointView, targets: Sequence[Target], *, threads: int = 1) -> list[Any]:
     """A `jax.Array` or numpy array for each target.

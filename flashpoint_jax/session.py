@@ -21,17 +21,20 @@ import orbax.checkpoint as ocp
 from flashpoint.config import FlashpointConfig
 from flashpoint.coordinator import Coordinator
 from flashpoint.errors import CheckpointNotFoundError, ConfigError, FlashpointError, InvalidIdError
-from flashpoint.ids import CheckpointObjectId
+from flashpoint.ids import CheckpointContainerId, CheckpointObjectId
 from flashpoint.job import open_job
 from flashpoint.loader import MLFlashpointCheckpointLoader
 from flashpoint.manifest import CommitRecord, decode_record
 from flashpoint.markers import is_live, marker_name
 from flashpoint.objects import CheckpointObjectManager
 from flashpoint.saver import MLFlashpointCheckpointSaver, PendingCheckpoint, StagedObject
+from flashpoint.telemetry import warn_once
 from flashpoint.view import CheckpointView
 from flashpoint_jax.coordinator import default_coordinator
 from flashpoint_jax.diagnosis import require_objects
 from flashpoint_jax.folder import ItemFolder, StepMarkers, parse_folder, unfinished_items, write_files
+from flashpoint_jax.mirror import Mirror, close_mirrors, mirror_of, open_mirror
+from flashpoint_jax.orbax_root import final_of, is_of_step
 from flashpoint_jax.plan import StatePlan
 from flashpoint_jax.sidecars import Sidecars, check_sidecars
 from flashpoint_jax.zarr_index import seal_checksums
@@ -39,16 +42,48 @@ from flashpoint_jax.zarr_index import seal_checksums
 WRITER_NAME: Final = f"flashpoint_jax, jax {jax.__version__}, orbax-checkpoint {ocp.__version__}"
 """What a manifest says wrote it."""
 
+_DIGESTS_MAX: Final = 16
 _REMOVAL_S: Final = 5.0
 _SPARE_VERSIONS: Final = 2  # free buffers kept: one for the next save, one for Orbax to be late in deleting
 
 
 class ItemSaver(MLFlashpointCheckpointSaver):
-    """The saver of one item: beside the manifest it writes the files that stock Orbax reads."""
+    """The saver of one item: beside the manifest it writes the files that stock Orbax reads.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    With copies, it hands what it has committed to the item's `Mirror`.
+    """
+
+    def __init__(self, *args: Any, job_config: FlashpointConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sidecars: dict[str, Sidecars] = {}  # by topic, of saves under way
+        self._job_config = job_config
+        self._mirror: Mirror | None = None
+        self._digests: dict[str, str] = {}  # by topic, of manifests that this process wrote
+        self._packed: dict[str, Any] = {}
+
+    def begin(self, container: CheckpointContainerId | int, *, tag: str = "") -> PendingCheckpoint:
+        assert isinstance(container, ItemFolder)
+        if self._job_config.copies and self._mirror is None:
+            if is_of_step(container):
+                self._mirror = mirror_of(container.job_root, container.item, self._job_config)
+                self.epoch = self._mirror.epoch
+            else:
+                warn_once(
+                    f"alone:{container.job_root}", "copies are made of a CheckpointManager's steps only"
+                )
+        return super().begin(container, tag=tag)
+
+    def write(self, pending: PendingCheckpoint) -> None:
+        if self._mirror is not None and self.coordinator.is_leader:
+            step = os.path.basename(os.path.dirname(final_of(_folder(pending)).folder))
+            pending.values += self.sidecars[pending.topic].values(step, self._packed)
+        super().write(pending)
+
+    def finalize(self, pending: PendingCheckpoint) -> None:
+        digest = self._digests.pop(pending.topic, "")
+        super().finalize(pending)
+        if self._mirror is not None:
+            self._mirror.follow(_folder(pending), digest, pending.topic, self.coordinator)
 
     def _fill_gaps(self, pending: PendingCheckpoint, part: StagedObject) -> None:
         super()._fill_gaps(pending, part)
@@ -63,6 +98,9 @@ class ItemSaver(MLFlashpointCheckpointSaver):
         manifest = self.objects.read_manifest(pending.container)
         sidecars = self.sidecars[pending.topic]
         require_objects(pending.container.path, manifest, sidecars.rank if sidecars.per_host else None)
+        self._digests[pending.topic] = manifest.digest
+        while len(self._digests) > _DIGESTS_MAX:  # of saves that failed after this
+            del self._digests[next(iter(self._digests))]
         write_files(pending.container.path, sidecars.files(manifest))
 
 
@@ -108,6 +146,7 @@ class Session:
                 self._savers[item] = ItemSaver(
                     objects,
                     default_coordinator(f"save/{item}"),
+                    job_config=self.config,
                     epoch=self._epoch,
                     writer=WRITER_NAME,
                     gives_up=False,  # Orbax deletes versions
@@ -120,7 +159,9 @@ class Session:
             self._coordinator = default_coordinator("session")
             rank = self._coordinator.rank
             self._drop_debris(rank, self._coordinator.world_size, first)
-            job = open_job(self.root, self.config, self._coordinator)
+            # Copies are made by each item's mirror: nothing in this folder is for an agent to find.
+            config = dataclasses.replace(self.config, copies=0)
+            job = open_job(self.root, config, self._coordinator)
             self._objects, self._epoch = job.objects, job.epoch
         return self._objects
 
@@ -168,6 +209,7 @@ class Session:
     def close(self) -> None:
         """Let go of the buffers; what was restored stays valid."""
         self._background.shutdown(wait=False, cancel_futures=True)
+        close_mirrors(self.root)
         for objects in (self._objects, self._reading):
             if objects is not None:
                 objects.close()
@@ -190,6 +232,14 @@ class Session:
         except (FlashpointError, OSError):
             if loader.coordinator.world_size == 1:
                 raise  # else the others are to hear of it
+        if (mirror := self._mirror_for(container)) is not None:
+            found = mirror.loader.open_verified(mirror.objects.container(container.step))
+            if found is None:
+                raise CheckpointNotFoundError(
+                    f"{container.folder} was saved by another number of processes, and is not whole among them"
+                )
+            check_sidecars(container.folder, found.manifest)
+            return found
         if loader.coordinator.world_size > 1:
             found = loader.open_verified(container, warm=True)
             if found is None:
@@ -206,6 +256,17 @@ class Session:
             view.close()
             raise
         return view
+
+    def _mirror_for(self, container: ItemFolder) -> Mirror | None:
+        """The mirror to read a version through: where other processes than now wrote it, on several nodes.
+
+        What it lacks here it gets from peers, all of it: nobody knows yet what is wanted.
+        """
+        mirror = open_mirror(self.root, container.item)
+        if mirror is None or mirror.node_count == 1 or not is_of_step(container):
+            return None
+        record = self._reader().read_summary(container).record
+        return mirror if record.world_size != mirror.coordinator.world_size else None
 
     def look_at(self, container: ItemFolder) -> CheckpointView:
         """Open a version for what its manifest says; on this process alone."""
@@ -229,6 +290,11 @@ class Session:
         with self._lock:
             data = self._reader().manifest_bytes(container)
         return dataclasses.replace(container, step=decode_record(data.partition(b"\n")[0]).step)
+
+
+def _folder(pending: PendingCheckpoint) -> ItemFolder:
+    assert isinstance(pending.container, ItemFolder)
+    return pending.container
 
 
 def _names_in(folder: str) -> list[str]:
@@ -279,10 +345,7 @@ def orbax_config(**settings: Any) -> FlashpointConfig:
     """
     if settings.get("keep") is not None:
         raise ConfigError("keep is Orbax's to decide: set CheckpointManagerOptions(max_to_keep=...)")
-    config = FlashpointConfig.from_env(**{**settings, "keep": 0})
-    if config.copies:
-        raise ConfigError("copies of Orbax's checkpoints on other nodes are not made yet: leave copies at 0")
-    return config
+    return FlashpointConfig.from_env(**{**settings, "keep": 0})
 
 
 def folder_at(path: Any) -> ItemFolder:
