@@ -1,0 +1,140 @@
+"""Train a small Flax GPT on two nodes through a stock Orbax manager, with Flashpoint behind it. (make demo-jax)
+
+    python examples/train_flax.py           the whole demo (see run_flax_demo.py): train once in peace and once
+                                            with kills, then compare every loss of the two, bit for bit
+    python examples/train_flax.py train --root /dev/shm/my-job
+                                            only the training, alone on this host; kill it, start it again:
+                                            it resumes
+
+What is trained and what is saved is in flax_gpt.py. The manager is Orbax's own, and Flashpoint is one line of
+`train`: [1]. Each process is a node: its checkpoints lie in a folder of its own, in memory.
+"""
+
+import argparse
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+from flax_gpt import abstract_state, exam, loss_of, new, state_of, text_to_read, windows
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from journal import Journal
+
+import flashpoint_jax
+
+DEVICES = 4  # of each process: two along the axis "model"; the axis "data" runs on through all processes
+
+
+def train(root: str, steps: int, save_every: int, seed: int, last: str | None, journal: Journal) -> None:
+    mesh = jax.make_mesh(
+        (jax.device_count() // 2, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto)
+    )
+    abstract = abstract_state(seed, steps, mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+
+    @jax.jit(donate_argnums=0, out_shardings=(shardings, None))
+    def train_step(state, tokens, targets):
+        model, optimizer = new(seed, steps)
+        nnx.update(model, state["model"])
+        nnx.update(optimizer, state["optimizer"])
+        loss, gradient = nnx.value_and_grad(loss_of)(model, tokens, targets)
+        optimizer.update(model, gradient)
+        return state_of(model, optimizer), loss
+
+    # Each process has a folder of its own, and is its own primary host. Both say it twice: so does Orbax.
+    own_folder = ocp.options.MultiprocessingOptions(primary_host=None)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=1, multiprocessing_options=own_folder, enable_per_process_directory_creation=True
+    )
+    with ocp.CheckpointManager(
+        root,
+        options=options,
+        handler_registry=flashpoint_jax.registry(multiprocessing_options=own_folder),  # [1]
+    ) as manager:
+        begun = time.time()
+        done = newest_of_all(manager)
+        if done is None:
+            done, state = 0, jax.jit(lambda: state_of(*new(seed, steps)), out_shardings=shardings)()
+        else:
+            state = manager.restore(done, args=ocp.args.StandardRestore(abstract))
+            journal.write(resumed=done, tier="local", seconds=time.time() - begun)
+
+        text = text_to_read()
+        for step in range(done + 1, steps + 1):
+            batch = [
+                jax.make_array_from_callback(part.shape, rows, part.__getitem__)
+                for part in windows(text, seed, step)
+            ]
+            state, loss = train_step(state, *batch)
+            journal.write(step=step, loss=float(loss).hex())
+            if step % save_every == 0 or step == steps:
+                begun = time.time()
+                manager.save(step, args=ocp.args.StandardSave(state))  # back as soon as the state is copied
+                journal.write(version=step, blocking=time.time() - begun)
+        manager.wait_until_finished()
+
+    if last:
+        keep_for_good(last, steps, state)
+        whole = multihost_utils.process_allgather(state["model"].filter(nnx.Param), tiled=True)
+        journal.write(exam=exam(whole, seed).hex())
+
+
+def newest_of_all(manager: ocp.CheckpointManager) -> int | None:
+    """The newest step that every process has.
+
+    A kill may have come between two processes' commits: then the one has a step that it can only forget.
+    """
+    newest = manager.latest_step()
+    common = int(multihost_utils.process_allgather(np.array(-1 if newest is None else newest)).min())
+    for step in manager.all_steps():
+        if step > common:
+            shutil.rmtree(Path(manager.directory, str(step)))
+    manager.reload()
+    return None if common < 0 else common
+
+
+def keep_for_good(folder: str, step: int, state) -> None:
+    """Save a state in one folder of all processes.
+
+    The folders of single nodes hold what those nodes have, and stock Orbax finds the whole of a cut array in none
+    of them. In this one it does: that is the form for whoever is to read it elsewhere, without Flashpoint.
+    """
+    with ocp.CheckpointManager(folder, handler_registry=flashpoint_jax.registry()) as manager:
+        manager.save(step, args=ocp.args.StandardSave(state))
+
+
+def main() -> int:
+    if sys.argv[1:2] != ["train"]:
+        import run_flax_demo
+
+        return run_flax_demo.main()
+    parser = argparse.ArgumentParser(prog="train_flax.py train", description="What runs on each node.")
+    parser.add_argument("--root", required=True, help="this node's folder, best in memory (/dev/shm/...)")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--last", help="save the last step once more, in this folder of all nodes, and take an exam")
+    parser.add_argument("--journal", help="write <this>-rank<n>.jsonl instead of printing rank 0's events")
+    parser.add_argument("--job", default=None, help="address:port of the first process, if there are several")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--node", type=int, default=0)
+    args = parser.parse_args(sys.argv[2:])
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    if args.nodes > 1:
+        jax.distributed.initialize(args.job, num_processes=args.nodes, process_id=args.node)
+    train(args.root, args.steps, args.save_every, args.seed, args.last, Journal(args.journal, args.node))
+    if args.nodes > 1:
+        jax.distributed.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
