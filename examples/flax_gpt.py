@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from real_text import standard_library
 
-LAYERS, HEADS, WIDTH, CONTEXT = 4, 4, 256, 64  # 3.3 million parameters; with AdamW's, 40 MB to save
+LAYERS, HEADS, WIDTH, CONTEXT = 2, 4, 256, 64
 VOCABULARY = 256  # every byte is a token
 BATCH, DROPOUT, LEARNING_RATE, WARM_UP = 8, 0.1, 1e-3, 10  # BATCH is that of all devices
 

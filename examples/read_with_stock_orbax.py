@@ -2,8 +2,8 @@
 
     python examples/read_with_stock_orbax.py /dev/shm/my-job/last
 
-It prints the step and the exam's loss as one line of JSON. On purpose it knows the model and nothing of the job: not the mesh, not the
-number of processes that wrote it.
+It prints the step and the exam's loss as one line of JSON. It knows the model, and nothing of the job: not the
+mesh, not how many processes wrote what it reads.
 """
 
 import argparse
