@@ -18,14 +18,14 @@ LAYERS, HEADS, WIDTH, CONTEXT = 2, 4, 256, 64
 VOCABULARY = 256  # every byte is a token
 BATCH, DROPOUT, LEARNING_RATE, WARM_UP = 8, 0.1, 1e-3, 10  # BATCH is that of all devices
 
-dense = partial(nnx.Linear, kernel_init=nnx.initializers.normal(0.02))
+dense = partial(nnx.Linear, use_bias=False, kernel_init=nnx.initializers.normal(0.02))
 
 
 class Block(nnx.Module):
     """One transformer layer: causal self-attention, then a two-layer perceptron, each added to its input."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.norm1, self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.norm1, self.norm2 = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
         self.qkv, self.out = dense(WIDTH, 3 * WIDTH, rngs=rngs), dense(WIDTH, WIDTH, rngs=rngs)
         self.up, self.down = dense(WIDTH, 4 * WIDTH, rngs=rngs), dense(4 * WIDTH, WIDTH, rngs=rngs)
         self.dropout = nnx.Dropout(DROPOUT, rngs=rngs)
@@ -44,8 +44,8 @@ class GPT(nnx.Module):
         self.token = nnx.Embed(VOCABULARY, WIDTH, embedding_init=small, rngs=rngs)
         self.place = nnx.Embed(CONTEXT, WIDTH, embedding_init=small, rngs=rngs)
         self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.head = dense(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.head = dense(WIDTH, VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.token(tokens) + self.place(jnp.arange(tokens.shape[1]))

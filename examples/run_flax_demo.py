@@ -33,11 +33,11 @@ READER_S = 120  # within which the stock reader must be done
 class FlaxRun(Run):
     """A run with one process for each node, as on hosts of their own."""
 
-    def __init__(self, folder: Path, compiled: Path, **settings: int) -> None:
+    def __init__(self, folder: Path, last: Path | None = None, **settings: int) -> None:
         super().__init__(folder, ranks=NODES, **settings)
-        self.net, self.compiled = Loopback(), compiled
+        self.net = Loopback()
         self.memories = [Memory(folder / f"node-{node}") for node in range(NODES)]
-        self.last = folder / "last"
+        self.last = last  # where all nodes save the last step together, if they are to
 
     def commands(self) -> list[tuple[list, dict]]:
         port = self.net.free_port()
@@ -45,15 +45,13 @@ class FlaxRun(Run):
 
     def command(self, node: int, port: int) -> tuple[list, dict]:
         arguments = f"""
-            train --root {self.memories[node].path}/job --last {self.last} --journal {self.folder}/attempt{self.attempt}
+            train --root {self.memories[node].path}/job --journal {self.folder}/attempt{self.attempt}
             --steps {self.steps} --save-every {self.save_every} --seed {self.seed}
             --nodes {NODES} --node {node} --job {self.net.address(0)}:{port}
         """.split()
-        return [sys.executable, Path(__file__).with_name("train_flax.py"), *arguments], {
-            # A job that starts again finds its programs compiled: most of a start is that.
-            "JAX_COMPILATION_CACHE_DIR": str(self.compiled),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-        }
+        if self.last:
+            arguments += ["--last", self.last]
+        return [sys.executable, Path(__file__).with_name("train_flax.py"), *arguments], {}
 
     def exam(self) -> str:
         """The loss of the last state, of which all nodes are to say the same."""
@@ -72,7 +70,7 @@ def demo(work: Path, steps: int, save_every: int, seed: int, kills: int) -> bool
     settings = {"steps": steps, "save_every": save_every, "seed": seed}
     with ExitStack() as stack, console.status("starting") as status:
         begun = time.time()
-        calm = FlaxRun(work / "undisturbed", work / "compiled", **settings)
+        calm = FlaxRun(work / "undisturbed", **settings)
         stack.callback(calm.clean_up)
         where = "memories mounted" if calm.memories[0].is_mounted else "folders"
         say(f"{NODES} nodes on this host ({where}), a process with 4 devices on each")
@@ -81,7 +79,7 @@ def demo(work: Path, steps: int, save_every: int, seed: int, kills: int) -> bool
         calm.clean_up()  # its memory is wanted
         say(f"undisturbed: {steps} steps in {time.time() - begun:.0f} s")
 
-        killed = FlaxRun(work / "killed", work / "compiled", **settings)
+        killed = FlaxRun(work / "killed", last=work / "last", **settings)
         stack.callback(killed.clean_up)
         for number in range(kills):
             killed.start()
