@@ -1,10 +1,12 @@
-"""The demo around train_flax.py: kill the training twice, and show that it does not matter.
+"""The demo around train_flax.py: kill the training, lose a node, and show that it does not matter.
 
 1. Train on two nodes, undisturbed.
 2. Train again from the same seed, in other folders. SIGKILL every process of the job at a random moment, start
    the same commands again, and SIGKILL it once more, this time in the middle of a save.
-3. Compare every loss of the two runs, bit for bit.
-4. Let stock Orbax, in an environment without Flashpoint, restore the last checkpoint: its loss must be the job's.
+3. Kill it a third time; and with it one node dies for good: its agent is killed, its memory unmounted. With a new,
+   empty node in its place the job goes on from the other's memory.
+4. Compare every loss of the two runs, bit for bit.
+5. Let stock Orbax, in an environment without Flashpoint, restore the last checkpoint: its loss must be the job's.
 
 It exits with 1 if one bit differs, and leaves nothing behind.
 """
@@ -23,47 +25,46 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from node_loss import Loopback, Memory, say
-from watched_run import DemoFailed, Run, console, equal_losses
+from node_loss import NODE_TAG, Loopback, NodesRun, say
+from watched_run import DemoFailed, console, equal_losses
 
-NODES = 2
 READER_S = 120  # within which the stock reader must be done
 
 
-class FlaxRun(Run):
-    """A run with one process for each node, as on hosts of their own."""
+class FlaxRun(NodesRun):
+    """A run with one process of the job on each node."""
+
+    nodes = 2
 
     def __init__(self, folder: Path, last: Path | None = None, **settings: int) -> None:
-        super().__init__(folder, ranks=NODES, **settings)
-        self.net = Loopback()
-        self.memories = [Memory(folder / f"node-{node}") for node in range(NODES)]
+        super().__init__(folder, Loopback(), **settings)
         self.last = last  # where all nodes save the last step together, if they are to
-
-    def commands(self) -> list[tuple[list, dict]]:
-        port = self.net.free_port()
-        return [self.command(node, port) for node in range(NODES)]
 
     def command(self, node: int, port: int) -> tuple[list, dict]:
         arguments = f"""
-            train --root {self.memories[node].path}/job --journal {self.folder}/attempt{self.attempt}
+            train --root {self.job_root(node)} --copies 1 --journal {self.folder}/attempt{self.attempt}
             --steps {self.steps} --save-every {self.save_every} --seed {self.seed}
-            --nodes {NODES} --node {node} --job {self.net.address(0)}:{port}
+            --nodes {self.nodes} --node {node} --job {self.net.address(0)}:{port}
         """.split()
         if self.last:
             arguments += ["--last", self.last]
-        return [sys.executable, Path(__file__).with_name("train_flax.py"), *arguments], {}
+        return [sys.executable, Path(__file__).with_name("train_flax.py"), *arguments], {
+            "FLASHPOINT_AGENT_HOST": self.net.address(node),
+            NODE_TAG: str(self.memories[node].path),
+        }
+
+    def versions(self, node: int) -> list[int]:
+        """Steps in a node's memory, as Orbax names them."""
+        return sorted(int(path.name) for path in self.job_root(node).glob("*") if path.name.isdigit())
 
     def exam(self) -> str:
         """The loss of the last state, of which all nodes are to say the same."""
-        said = [e["exam"] for rank in range(NODES) for e in self.events(self.attempt, rank) if "exam" in e]
-        if len(said) != NODES or len(set(said)) != 1:
+        said = [
+            e["exam"] for rank in range(self.nodes) for e in self.events(self.attempt, rank) if "exam" in e
+        ]
+        if len(said) != self.nodes or len(set(said)) != 1:
             raise DemoFailed(f"the nodes do not agree on the last state's loss: {said}")
         return said[0]
-
-    def clean_up(self) -> None:
-        self.sweep()
-        for memory in self.memories:
-            memory.pull_out()
 
 
 def demo(work: Path, steps: int, save_every: int, seed: int, kills: int) -> bool:
@@ -73,7 +74,7 @@ def demo(work: Path, steps: int, save_every: int, seed: int, kills: int) -> bool
         calm = FlaxRun(work / "undisturbed", **settings)
         stack.callback(calm.clean_up)
         where = "memories mounted" if calm.memories[0].is_mounted else "folders"
-        say(f"{NODES} nodes on this host ({where}), a process with 4 devices on each")
+        say(f"{calm.nodes} nodes on this host ({where}), a process with 4 devices on each")
         calm.start()
         calm.until(steps + 1, status)
         calm.clean_up()  # its memory is wanted
@@ -83,21 +84,33 @@ def demo(work: Path, steps: int, save_every: int, seed: int, kills: int) -> bool
         stack.callback(killed.clean_up)
         for number in range(kills):
             killed.start()
-            # Each kill has its part of the run, and the last part is left to finish in.
-            if killed.until(int(steps * (number + random.uniform(0.4, 0.9)) / (kills + 1)), status):
+            if killed.until(moment(number, of=kills + 1, steps=steps), status):
                 if number % 2:
                     killed.until_inside_a_save(0.1, last_step=steps - 2)
                 else:
                     time.sleep(random.uniform(0, 1) * calm.step_seconds())
                 killed.kill()
             tell(killed, calm)
+
+        killed.start()
+        # A loss before the first save has its copies would be no accident to recover from.
+        after = moment(kills, of=kills + 1, steps=steps)
+        while killed.until(after, status) and not killed.replicated():
+            after += 1
+        killed.kill()
+        tell(killed, calm)
+        if len(killed.kills) <= kills:
+            raise DemoFailed(f"the run was over before it could be killed {kills + 1} times")
+        lost = random.randrange(killed.nodes)
+        killed.lose(lost)
         killed.start()
         killed.until(steps + 1, status)
         tell(killed, calm)
-        if len(killed.kills) < kills:
-            raise DemoFailed(f"the run was over before it could be killed {kills} times")
+        if killed.recovery(kills)["tiers"][lost] != "peer":
+            raise DemoFailed(f"node {lost} does not say that its state came from a peer")
+
         equal, of = equal_losses(calm, killed)
-        saves = [e["blocking"] for rank in range(NODES) for e in calm.events(1, rank) if "blocking" in e]
+        saves = [e["blocking"] for rank in range(calm.nodes) for e in calm.events(1, rank) if "blocking" in e]
         say(f"a save blocks for {1e3 * statistics.median(saves):.0f} ms, Orbax's own work included")
         say(f"losses: {equal} of {of} bit-identical with the undisturbed run")
 
@@ -111,6 +124,11 @@ def demo(work: Path, steps: int, save_every: int, seed: int, kills: int) -> bool
     return equal == of and same
 
 
+def moment(number: int, *, of: int, steps: int) -> int:
+    """A random step for a kill. Each kill has its part of the run, with room at both ends of it for saves."""
+    return int(steps * (number + random.uniform(0.5, 0.9)) / (of + 0.5))
+
+
 def tell(run: FlaxRun, calm: FlaxRun) -> None:
     """One line about the attempt that has just ended: where it came from, how far it came, whether it was right."""
     losses, expected = run.losses(run.attempt), calm.losses()
@@ -118,8 +136,8 @@ def tell(run: FlaxRun, calm: FlaxRun) -> None:
     start = "from the beginning"
     if run.attempt > 1:
         again = run.recovery(run.attempt - 2)
-        tiers = "/".join(sorted(set(again["tiers"])))
-        start = f"resumed from step {again['step']} ({tiers}, {again['seconds']:.2f} s)"
+        tiers = ", ".join(f"node {node}: {tier}" for node, tier in enumerate(again["tiers"]))
+        start = f"resumed from step {again['step']} ({tiers}; {again['seconds']:.2f} s)"
     equal = sum(loss == expected[key] for key, loss in losses.items())
     verdict = (
         "bit-identical" if equal == len(losses) else f"{len(losses) - equal} of {len(losses)} LOSSES DIFFER"
@@ -161,8 +179,10 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--save-every", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=1, help="of the training; the kills are random each time")
+    parser.add_argument("--kills", type=int, default=2, help="without that of the lost node")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the training; kills and lost node are random each time"
+    )
     args = parser.parse_args()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clean up on a polite kill, too

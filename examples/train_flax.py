@@ -6,22 +6,18 @@
                                             only the training, alone on this host; kill it, start it again:
                                             it resumes
 
-What is trained and what is saved is in flax_gpt.py. The manager is Orbax's own, and Flashpoint is one line of
-`train`: [1]. Each process is a node: its checkpoints lie in a folder of its own, in memory.
+What is trained and what is saved is in flax_gpt.py. The manager is Orbax's own, and Flashpoint is two lines of
+`train`: [1] and [2]. Each process is a node: its checkpoints lie in a folder of its own, in memory.
 """
 
 import argparse
-import shutil
 import sys
 import time
-from pathlib import Path
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 from flax_gpt import abstract_state, exam, loss_of, new, state_of, text_to_read, windows
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from journal import Journal
 
@@ -30,7 +26,9 @@ import flashpoint_jax
 DEVICES = 4  # of each process: two along the axis "model"; the axis "data" runs on through all processes
 
 
-def train(root: str, steps: int, save_every: int, seed: int, last: str | None, journal: Journal) -> None:
+def train(
+    root: str, copies: int, steps: int, save_every: int, seed: int, last: str | None, journal: Journal
+) -> None:
     mesh = jax.make_mesh(
         (jax.device_count() // 2, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto)
     )
@@ -55,16 +53,18 @@ def train(root: str, steps: int, save_every: int, seed: int, last: str | None, j
     with ocp.CheckpointManager(
         root,
         options=options,
-        handler_registry=flashpoint_jax.registry(multiprocessing_options=own_folder),  # [1]
+        handler_registry=flashpoint_jax.registry(multiprocessing_options=own_folder, copies=copies),  # [1]
     ) as manager:
-        begun = time.time()
-        done = newest_of_all(manager)
-        if done is None:
-            done, state = 0, jax.jit(lambda: state_of(*new(seed, steps)), out_shardings=shardings)()
+        # [2] the newest step that all nodes have, or can get from their peers; the manager goes on from it. Alone it
+        # would not do: of two nodes, one may have committed a step that a kill kept from the other.
+        found = flashpoint_jax.recover(manager, abstract)
+        if found:
+            done, state = found.step, found.state
+            journal.write(resumed=found.step, tier=found.tier, seconds=found.seconds)
         else:
-            state = manager.restore(done, args=ocp.args.StandardRestore(abstract))
-            journal.write(resumed=done, tier="local", seconds=time.time() - begun)
+            done, state = 0, jax.jit(lambda: state_of(*new(seed, steps)), out_shardings=shardings)()
 
+        saved = None
         text = text_to_read()
         for step in range(done + 1, steps + 1):
             batch = [
@@ -74,9 +74,12 @@ def train(root: str, steps: int, save_every: int, seed: int, last: str | None, j
             state, loss = train_step(state, *batch)
             journal.write(step=step, loss=float(loss).hex())
             if step % save_every == 0 or step == steps:
+                if saved and copies and flashpoint_jax.wait_until_replicated(manager, saved, timeout_s=0):
+                    journal.write(version=saved, replicated=True)
                 begun = time.time()
                 manager.save(step, args=ocp.args.StandardSave(state))  # back as soon as the state is copied
                 journal.write(version=step, blocking=time.time() - begun)
+                saved = step
         manager.wait_until_finished()
 
     if last:
@@ -86,27 +89,13 @@ def train(root: str, steps: int, save_every: int, seed: int, last: str | None, j
         journal.write(exam=exam(jax.tree.map(lambda leaf: leaf.addressable_data(0), whole), seed).hex())
 
 
-def newest_of_all(manager: ocp.CheckpointManager) -> int | None:
-    """The newest step that every process has.
-
-    A kill may have come between two processes' commits: then the one has a step that it can only forget.
-    """
-    newest = manager.latest_step()
-    common = int(multihost_utils.process_allgather(np.array(-1 if newest is None else newest)).min())
-    for step in manager.all_steps():
-        if step > common:
-            shutil.rmtree(Path(manager.directory, str(step)))
-    manager.reload()
-    return None if common < 0 else common
-
-
 def keep_for_good(folder: str, step: int, state) -> None:
     """Save a state in one folder of all processes.
 
     The folders of single nodes hold what those nodes have, and stock Orbax finds the whole of a cut array in none
     of them. In this one it does: that is the form for whoever is to read it elsewhere, without Flashpoint.
     """
-    with ocp.CheckpointManager(folder, handler_registry=flashpoint_jax.registry()) as manager:
+    with ocp.CheckpointManager(folder, handler_registry=flashpoint_jax.registry(copies=0)) as manager:
         manager.save(step, args=ocp.args.StandardSave(state))
 
 
@@ -117,6 +106,7 @@ def main() -> int:
         return run_flax_demo.main()
     parser = argparse.ArgumentParser(prog="train_flax.py train", description="What runs on each node.")
     parser.add_argument("--root", required=True, help="this node's folder, best in memory (/dev/shm/...)")
+    parser.add_argument("--copies", type=int, default=0, help="of every object, on other nodes")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
@@ -133,7 +123,8 @@ def main() -> int:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     if args.nodes > 1:
         jax.distributed.initialize(args.job, num_processes=args.nodes, process_id=args.node)
-    train(args.root, args.steps, args.save_every, args.seed, args.last, Journal(args.journal, args.node))
+    journal = Journal(args.journal, args.node)
+    train(args.root, args.copies, args.steps, args.save_every, args.seed, args.last, journal)
     if args.nodes > 1:
         jax.distributed.shutdown()
     return 0
