@@ -108,6 +108,9 @@ def demo(work: Path, steps: int, save_every: int, seed: int, kills: int) -> bool
         tell(killed, calm)
         if killed.recovery(kills)["tiers"][lost] != "peer":
             raise DemoFailed(f"node {lost} does not say that its state came from a peer")
+        held = [killed.versions(node) for node in range(killed.nodes)]
+        if any(versions != [steps] for versions in held):
+            raise DemoFailed(f"the nodes' managers should have kept step {steps} alone: {held}")
 
         equal, of = equal_losses(calm, killed)
         saves = [e["blocking"] for rank in range(calm.nodes) for e in calm.events(1, rank) if "blocking" in e]
@@ -136,8 +139,8 @@ def tell(run: FlaxRun, calm: FlaxRun) -> None:
     start = "from the beginning"
     if run.attempt > 1:
         again = run.recovery(run.attempt - 2)
-        tiers = ", ".join(f"node {node}: {tier}" for node, tier in enumerate(again["tiers"]))
-        start = f"resumed from step {again['step']} ({tiers}; {again['seconds']:.2f} s)"
+        tier = "/".join(sorted(set(again["tiers"])))
+        start = f"resumed from step {again['step']} ({tier} memory, {again['seconds']:.2f} s)"
     equal = sum(loss == expected[key] for key, loss in losses.items())
     verdict = (
         "bit-identical" if equal == len(losses) else f"{len(losses) - equal} of {len(losses)} LOSSES DIFFER"
