@@ -75,7 +75,7 @@ def train(
             journal.write(step=step, loss=float(loss).hex())
             if step % save_every == 0 or step == steps:
                 # The copies of the save before this one were made long ago as a rule. Training need not ask.
-                if saved and copies and flashpoint_jax.wait_until_replicated(manager, saved, timeout_s=1):
+                if saved and copies and flashpoint_jax.wait_until_replicated(manager, saved, timeout_s=10):
                     journal.write(version=saved, replicated=True)
                 begun = time.time()
                 manager.save(step, args=ocp.args.StandardSave(state))  # back as soon as the state is copied
