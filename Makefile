@@ -25,7 +25,7 @@ demo: $(STAMP) ## Train a small GPT, kill it twice, go on from memory; then lose
 demo-node-loss: $(STAMP) ## Lose one node of three with its memory, go on from the copies
 	$(PY) examples/node_loss.py $(ARGS)
 
-demo-jax: $(STAMP) ## Train a Flax GPT through Orbax on two nodes, kill it, go on from memory
+demo-jax: $(STAMP) ## Train a small Flax GPT through Orbax, kill it twice, lose a node
 	$(PY) examples/train_flax.py $(ARGS)
 
 test: lint ## Lint, check types, run the tests

@@ -45,7 +45,7 @@ def train(
         optimizer.update(model, gradient)
         return state_of(model, optimizer), loss
 
-    # Each process has a folder of its own, and is its own primary host. Both say it twice: so does Orbax.
+    # Each process has a folder of its own. Orbax wants to be told twice, and Flashpoint once.
     own_folder = ocp.options.MultiprocessingOptions(primary_host=None)
     options = ocp.CheckpointManagerOptions(
         max_to_keep=1, multiprocessing_options=own_folder, enable_per_process_directory_creation=True
@@ -55,9 +55,9 @@ def train(
         options=options,
         handler_registry=flashpoint_jax.registry(multiprocessing_options=own_folder, copies=copies),  # [1]
     ) as manager:
-        # [2] the newest step that all nodes have, or can get from their peers; the manager goes on from it. Alone it
-        # would not do: of two nodes, one may have committed a step that a kill kept from the other.
-        found = flashpoint_jax.recover(manager, abstract)
+        # The newest step that all nodes have, or can get from their peers. Asking each node's manager would not do:
+        # one may have committed a step that the kill kept from the other, and that of a new node knows nothing.
+        found = flashpoint_jax.recover(manager, abstract)  # [2]
         if found:
             done, state = found.step, found.state
             journal.write(resumed=found.step, tier=found.tier, seconds=found.seconds)
