@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from flashpoint.manifest import ObjectRecord
 from flashpoint.replication.membership import Member, Membership
 from flashpoint.replication.messages import Key
-from flashpoint.retention import NOTHING, Version, newest_first
+from flashpoint.retention import NOTHING, Standing, Version, newest_first
 from flashpoint.retrieval import Need, missing_objects, plan_fetches
 from flashpoint.simulate.memory import Content, name_of, rank_of
 from flashpoint.simulate.scheduler import Gate, Process
@@ -74,7 +74,22 @@ class Job:
             step += 1
             last_saves -= world.is_quiet
             yield from self._save(step)
+            while world.waits and not self._is_replicated(step):
+                yield 0.1
         self.is_done = True
+
+    def _is_replicated(self, step: int) -> bool:
+        """Whether every agent says so, as `SaveHandle.wait("replicated")` has it on every rank."""
+        return all(
+            agent.is_alive
+            and agent.replicator is not None
+            and any(
+                agent.replicator.standing(key) is Standing.REPLICATED
+                for key in agent.memory.complete()
+                if (key.epoch, key.step) == (self.epoch, step)
+            )
+            for agent in self.world.agents
+        )
 
     def _revive(self) -> Process:
         """As `NodeReplication.revive`, on every node."""

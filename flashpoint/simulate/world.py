@@ -77,6 +77,7 @@ class World:
         self.agents: list[Agent] = []
         self.digests = itertools.count()  # no two saves are the same bytes
         self.is_quiet = False
+        self.waits = rng.random() < 0.5  # whether a save waits for the one before it to be replicated
         self.jobs = 1
         for index in range(settings.nodes):
             self.agents.append(Agent(self, index, None))
