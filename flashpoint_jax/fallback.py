@@ -8,13 +8,9 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from flashpoint.errors import (
-    FlashpointError,
-)
+from flashpoint.errors import FlashpointError
 from flashpoint_jax.folder import step_of
-from flashpoint_jax.orbax_root import (
-    STEP_FILE,
-)
+from flashpoint_jax.orbax_root import STEP_FILE
 from flashpoint_jax.sidecars import TREE_FILE
 
 

@@ -17,12 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from flashpoint.config import FlashpointConfig
-from flashpoint.errors import (
-    CheckpointNotFoundError,
-    ConfigError,
-    FlashpointError,
-    RecoveryError,
-)
+from flashpoint.errors import CheckpointNotFoundError, ConfigError, FlashpointError, RecoveryError
 from flashpoint.ids import validate_job_root
 from flashpoint.telemetry import Timings, count, logger
 from flashpoint.view import CheckpointView

@@ -11,10 +11,7 @@ import jax
 import msgspec
 
 from flashpoint.config import FlashpointConfig
-from flashpoint.errors import (
-    FlashpointError,
-    reason_of,
-)
+from flashpoint.errors import FlashpointError, reason_of
 from flashpoint.loader import Verdict
 from flashpoint.peers import Needs
 from flashpoint.recovery import plan_reads
