@@ -8,6 +8,7 @@ Every job below runs in a fresh process; `NOTES`, printed under the table, says 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -29,6 +30,7 @@ FULL_MIB: Final = 1024
 QUICK_MIB: Final = 64
 JOB_TIMEOUT_S: Final = 900.0  # stock Orbax takes seconds for each save of thousands of arrays
 SETTLE_TIMEOUT_S: Final = 60.0
+TARGET_BYTES_MAX: Final = 256 << 20  # of the memcpy beside stock Orbax, which takes much memory itself
 TABLE_WIDTH: Final = 140  # where the output is no terminal
 STEP: Final = 1000  # of the first save: step numbers keep their width
 INDEX_KEYS: Final = 50_000
@@ -44,7 +46,7 @@ workloads: float32 arrays of one size, on one device.
 memcpy: np.copyto of one contiguous source (the very memory of the state's arrays) into a warm tmpfs mapping of
   the same size, one thread, just before and just after every timed call; "÷ memcpy" is the median of call over
   memcpy beside it. The mapping is our own, over the pool file that is free at the moment (beside stock Orbax:
-  a file of its own).
+  a file of its own, of at most 256 MiB, written several times).
 saves: manager.save(step, StandardSave(state)). Blocking: until the call returns; total: until
   wait_until_finished returns: checksummed, indexed, renamed by Orbax, the version before deleted. Ours copies
   the state while training waits, so blocking has one memcpy in it; "beyond the copy" is the median of blocking
@@ -151,6 +153,7 @@ def ours_job(
     if restores:
         unverified = _Ours(root, state, verify=False)
         unverified.restore()
+        gc.collect()
         meter.forget_reference()
         _restores(meter, unverified, state, restores, steady, "unverified restore")
         unverified.manager.close()
@@ -174,7 +177,7 @@ def stock_job(
     """The same with stock Orbax."""
     state = states.make_arrays(Workload(**workload))
     stock = _Stock(root, state, fastest=fastest)
-    target = TmpfsFile(f"{root}-memcpy", len(state.source)).data
+    target = TmpfsFile(f"{root}-memcpy", min(len(state.source), TARGET_BYTES_MAX)).data
     meter = Meter(memcpy=lambda: _copy_into(target, state.source))
     _saves(meter, stock, state, saves, steady, settled=True)
     _restores(meter, stock, state, restores, steady, "restore")
@@ -202,7 +205,16 @@ def index_job(keys: int, count: int) -> Meter:
 
 
 def _copy_into(target: measure.Bytes | None, source: measure.Bytes) -> Callable[[], None] | None:
-    return None if target is None else lambda: np.copyto(target, source)
+    """The copy of ``source`` into ``target``, again and again where that is smaller."""
+    if target is None:
+        return None
+
+    def copy() -> None:
+        for begin in range(0, len(source), len(target)):
+            part = source[begin : begin + len(target)]
+            np.copyto(target[: len(part)], part)
+
+    return copy
 
 
 def _abstract(state: State) -> Any:
@@ -247,6 +259,8 @@ def _restores(meter: Meter, side: _Stock | _Ours, state: State, count: int, stea
         )
         if number == 1:
             _check(found[0], state)
+        found.clear()
+        gc.collect()  # JAX lets go of memory that it took over at the next collection, or its next call
 
 
 def _check(found: Any, state: State) -> None:
