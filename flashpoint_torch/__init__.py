@@ -7,8 +7,29 @@ with fpt.init("/dev/shm/job-1", keep=1) as fp:      # on every rank
 """
 
 from flashpoint.handle import SaveHandle
+from flashpoint_torch.hf_export import Export, Saver, SaverConfig
+from flashpoint_torch.progress import StepInfo
 from flashpoint_torch.reader import FlashpointReader
+from flashpoint_torch.recover_handler import RecoverConfig, RecoverHandler, Resumed
 from flashpoint_torch.session import Flashpoint, RecoverResult, init
+from flashpoint_torch.supervise import supervise
+from flashpoint_torch.training_state import Engine
 from flashpoint_torch.writer import FlashpointWriter
 
-__all__ = ["Flashpoint", "FlashpointReader", "FlashpointWriter", "RecoverResult", "SaveHandle", "init"]
+__all__ = [
+    "Engine",
+    "Export",
+    "Flashpoint",
+    "FlashpointReader",
+    "FlashpointWriter",
+    "RecoverConfig",
+    "RecoverHandler",
+    "RecoverResult",
+    "Resumed",
+    "SaveHandle",
+    "Saver",
+    "SaverConfig",
+    "StepInfo",
+    "init",
+    "supervise",
+]
