@@ -40,7 +40,7 @@ class StepAgreement:
         self._alone = coordinator.world_size == 1
         self._changed = threading.Condition()
         self._last = -1  # step that this rank has passed
-        self._target: int | None = None
+        self._targets: list[int] = []  # agreed on, not reached yet; ascending
         self._holding = False
         self._round = 0
         self._closed = False
@@ -54,7 +54,7 @@ class StepAgreement:
         """All ranks are to act soon. From any thread of any rank, but not from a signal handler."""
         with self._changed:
             if self._alone:
-                self._target = self._last + 1
+                self._targets = [self._last + 1]
                 return
             if self._coordinator.is_leader:
                 self._holding = True  # or it might pass a step before its thread has woken up
@@ -70,10 +70,9 @@ class StepAgreement:
                     "%s: no rank told within %g s at which step; training goes on", self._topic, HOLD_S
                 )
             self._last = step
-            if self._target is None or step < self._target:
-                return False
-            self._target = None
-            return True
+            due = [target for target in self._targets if target <= step]
+            del self._targets[: len(due)]
+            return bool(due)
 
     def close(self) -> None:
         """Let the thread end."""
@@ -112,8 +111,8 @@ class StepAgreement:
         missing = sorted(set(range(ranks)).difference(reports))
         if missing:
             logger.warning("%s: ranks %s did not answer within %g s", self._topic, missing[:20], GATHER_S)
-        # Ranks in step with this one may have passed its next step, which this one has not: one more is sure to be ahead
-        # of all, and so at which step they act does not hang on whose thread was quick.
+        # Ranks in step with this one may have passed its next step, which it has not itself. One more is ahead of
+        # them in any case: at which step all act does not hang on whose thread was quick.
         target = None if missing else max(last + 2, max(map(int, reports.values())) + 1)
         self._coordinator.publish(self._key("target"), _CALLED_OFF if target is None else b"%d" % target)
         self._coordinator.remove(key)
@@ -149,7 +148,7 @@ class StepAgreement:
         with self._changed:
             self._holding = False
             if target is not None:
-                self._target = target
+                self._targets.append(target)
             self._round += 1
             self._changed.notify_all()
 

@@ -162,7 +162,7 @@ class Saver:
         self._model_config = _model_config(model, model_config)
         self._extras = _tokenizer_files(tokenizer) | _generation_config(model)
         self._frequency = config.frequency(**({} if clock is None else {"clock": clock}))
-        self._cadence = Cadence(self._frequency, self._coordinator, "saver/due")
+        self._cadence = Cadence(self._frequency, self._coordinator, fp._new_topic("saver-due"))
         self._writing = threading.Lock()  # one export writes; another may hold its version meanwhile
         self._running: list[tuple[threading.Thread, Export]] = []
         self._stop = threading.Event()
@@ -349,7 +349,7 @@ def _model_config(model: nn.Module | None, given: Any) -> dict[str, Any]:
 
 def _generation_config(model: nn.Module | None) -> dict[str, bytes]:
     config = getattr(_unwrapped(model), "generation_config", None)
-    to_json = getattr(config, "to_json_string", None)
+    to_json: Any = getattr(config, "to_json_string", None)
     return {"generation_config.json": to_json().encode()} if callable(to_json) else {}
 
 

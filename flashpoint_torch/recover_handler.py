@@ -133,16 +133,15 @@ class RecoverHandler:
         self._auxiliary = dict(auxiliary or {})
         self._saver = saver
         self._check_parts()
-        self._loads = 0
         self._last: SaveHandle | None = None
         self._frequency = config.frequency(**({} if clock is None else {"clock": clock}))
         self._cadence: Cadence | None = None
         self._termination: Termination | None = None
         if config.enabled:
-            self._cadence = Cadence(self._frequency, self._coordinator, "recover/due")
+            self._cadence = Cadence(self._frequency, self._coordinator, fp._new_topic("recover-due"))
             if config.sigterm_timeout_s:
                 self._termination = Termination(
-                    self._coordinator, "recover/sigterm", config.sigterm_timeout_s
+                    self._coordinator, fp._new_topic("sigterm"), config.sigterm_timeout_s
                 )
         elif saver is not None:
             raise ConfigError("a Saver exports versions: mode must be on, or hand it your own save's handle")
@@ -284,9 +283,8 @@ class RecoverHandler:
             except (ManifestError, FileNotFoundError):  # it does not serve, but it was there
                 pass
         had = bool(versions or objects.garbled_steps())
-        self._loads += 1
         answers = self._coordinator.all_gather(
-            f"recover/look/{self._loads}",
+            self._fp._new_topic("look"),
             msgspec.msgpack.encode((newest, had)),
             self._fp.config.recovery_timeout_s,
         )

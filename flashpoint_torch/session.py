@@ -492,13 +492,17 @@ class Flashpoint:
 
     def _agree(self, topic: str, error: Exception | None) -> None:
         """Raise on every rank what any rank found."""
-        self._agreements += 1
         answers = self._coordinator.all_gather(
-            f"{topic}/{self._agreements}",
+            self._new_topic(topic),
             b"" if error is None else reason_of(error).encode(errors="replace"),
             self.config.recovery_timeout_s,
         )
         raise_any(error, {rank: answer.decode() for rank, answer in enumerate(answers) if answer})
+
+    def _new_topic(self, name: str) -> str:
+        """One that nobody else has in this session; every rank makes the same ones in the same order."""
+        self._agreements += 1
+        return f"{name}/{self._agreements}"
 
     # ---- life -----------------------------------------------------------------------------------
 

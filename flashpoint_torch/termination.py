@@ -8,11 +8,13 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 from flashpoint.coordinator import Coordinator
 from flashpoint.telemetry import logger
 from flashpoint_torch.agreement import StepAgreement
+
+ASK_AGAIN_S: Final = 5.0
 
 
 class Termination:
@@ -26,6 +28,7 @@ class Termination:
         self.timeout_s = timeout_s
         self._agreement = StepAgreement(coordinator, topic)
         self._received_s: float | None = None
+        self._over = threading.Event()
         self._pid = os.getpid()
         # A handler may interrupt whoever holds a lock, so it takes none: it hands over to a thread.
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -40,8 +43,9 @@ class Termination:
 
     def reached(self, step: int) -> bool:
         """Whether this is the step at which all ranks save for the last time; called by every rank at each."""
-        if not self._agreement.reached(step):
+        if not self._agreement.reached(step) or self._over.is_set():
             return False
+        self._over.set()
         if self._received_s is None:  # another rank was told
             self._received_s = time.monotonic()
         return True
@@ -57,6 +61,7 @@ class Termination:
         """SIGTERM means again what it did before."""
         if self._installed and signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+        self._over.set()
         self._signals.put(False)
         self._agreement.close()
 
@@ -75,5 +80,7 @@ class Termination:
         logger.warning("SIGTERM: the next step is saved, then this process ends, within %g s", self.timeout_s)
         try:
             self._agreement.ask()
+            while not self._over.wait(ASK_AGAIN_S):  # an answer may be called off, where some rank gave none
+                self._agreement.ask()
         except Exception as error:
             logger.warning("SIGTERM: no step can be agreed on to save: %s", error)

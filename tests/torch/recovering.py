@@ -53,7 +53,9 @@ class Counter:
 
 def net(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, WIDTH), nn.LayerNorm(WIDTH))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, WIDTH), nn.LayerNorm(WIDTH)
+    )
 
 
 class Training:
@@ -68,7 +70,9 @@ class Training:
         random.seed(seed + rank)
         np.random.seed(seed + rank)
         torch.manual_seed(seed + 100 + rank)
-        self.loader = StatefulDataLoader(Rows(rank), batch_size=BATCH, shuffle=True, num_workers=loader_workers)
+        self.loader = StatefulDataLoader(
+            Rows(rank), batch_size=BATCH, shuffle=True, num_workers=loader_workers
+        )
         self.log = Counter()
 
     def handler(self, fp: fpt.Flashpoint, config: fpt.RecoverConfig, **more: Any) -> fpt.RecoverHandler:
