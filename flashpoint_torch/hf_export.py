@@ -333,10 +333,9 @@ def _model_config(model: nn.Module | None, given: Any) -> dict[str, Any]:
             content = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"no configuration can be read from {str(path)!r}: {error}") from error
-    elif callable(getattr(source, "to_json_string", None)):
-        content = json.loads(source.to_json_string())
     else:
-        content = source
+        to_json: Any = getattr(source, "to_json_string", None)
+        content = json.loads(to_json()) if callable(to_json) else source
     if not isinstance(content, Mapping) or "model_type" not in content:
         raise ConfigError(
             "an export needs the model's configuration with its model_type: give model_config, or a model that has it"

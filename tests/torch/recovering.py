@@ -6,10 +6,12 @@ the scheduler and the scaler all have a part in.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
 import sys
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -92,6 +94,9 @@ class Training:
         batch = batch * (1 + random.random()) + np.random.rand()
         loss = (self.actor(batch) - self.critic(batch)).square().mean() + len(self.log.seen) * 1e-3
         self.scaler.scale(loss).backward()
+        for parameter in self.critic.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= self.scaler.get_scale()
         for parameter in [*self.actor.parameters(), *self.critic.parameters()]:
             if dist.is_initialized() and parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
@@ -149,6 +154,7 @@ def losses(log_path: str, rank: int = 0) -> dict[int, str]:
         for words in map(str.split, file):
             if words[0] == "loss":
                 step = int(words[1])
+                assert math.isfinite(float.fromhex(words[2])), f"step {step} tells nothing"
                 assert found.setdefault(step, words[2]) == words[2], f"step {step} went another way"
     return found
 
@@ -168,7 +174,8 @@ def main() -> None:
     places = [death.split(":") for death in deaths]
     dies_at = next((int(place[2]) for place in places if place[:2] == [attempt, str(rank)]), None)
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     train(rank, job_root, log_path, int(total), dies_at=dies_at)
     if dist.is_initialized():
         dist.destroy_process_group()
