@@ -269,12 +269,12 @@ class Saver:
             )
         try:
             return self._source(handle.step)
-        except (CorruptObjectError, CheckpointNotFoundError) as missing:
+        except CorruptObjectError as missing:
             if not self._fp.config.copies or not self._wait_for(handle, "replicated"):
                 raise self._not_here(missing) from missing
         try:
             return self._source(handle.step)
-        except (CorruptObjectError, CheckpointNotFoundError) as missing:
+        except CorruptObjectError as missing:
             raise self._not_here(missing) from missing
 
     def _wait_for(self, handle: SaveHandle, moment: str) -> bool:
@@ -290,16 +290,21 @@ class Saver:
         return False
 
     def _source(self, step: int) -> Source:
-        objects = self._fp._objects
-        view = CheckpointView(objects, objects.container(step), verify=self._fp.config.verify)
-
         def rename(name: str) -> str | None:
             return None if name in self._tied else self._rename(name)
 
+        objects, view = self._fp._objects, None
         try:
+            view = CheckpointView(objects, objects.container(step), verify=self._fp.config.verify)
             return Source(view, self._prefix, rename=rename, dtype=self.config.dtype)
-        except BaseException:
-            view.close()
+        except BaseException as error:
+            if view is not None:
+                view.close()
+            if isinstance(error, CheckpointNotFoundError):
+                raise CheckpointNotFoundError(
+                    f"step {step} was given up for a newer version before its export could hold it: raise keep, or save "
+                    f"less often ({error})"
+                ) from error
             raise
 
     def _not_here(self, error: Exception) -> FlashpointError:

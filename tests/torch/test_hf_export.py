@@ -158,7 +158,7 @@ def test_with_a_recover_handler_while_training_goes_on(job_root: str, tmp_path: 
             weights[step.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
             recover.dump(step)  # every step a version, the last one given up: exports hold theirs
             last, step = step, step.next()
-            if saver.due is not None and len(saver._running) == 2:
+            if len(saver._running) == 2:
                 assert saver.wait(WAIT_S)
         saver.close()
         assert saver.errors == []
@@ -216,6 +216,33 @@ def test_the_same_step_again_replaces_it(job_root: str, tmp_path: Path) -> None:
         assert export is not None and export.wait(WAIT_S)
     assert same_weights(AutoModelForCausalLM.from_pretrained(path), llama(seed=2))
     assert [child.name for child in tmp_path.iterdir()] == [NAME]
+
+
+def peak_while_exporting(job_root: str, root: str) -> tuple[int, int]:
+    """Bytes of the model, and by how much this process's own memory grew at most while it was exported."""
+    model = llama(hidden=1024)
+    state = {"engine": {"model": model.state_dict()}}
+    with fpt.init(job_root) as fp:
+        saver = fpt.Saver(fp, root, fpt.SaverConfig(max_shard_bytes="50MiB"), model=model)
+        handle = fp.save(state, STEP.global_step)
+        before = peak = own_memory()
+        export = saver.export(STEP, handle)
+        assert export is not None
+        while not export.wait(0.001):
+            assert export.error is None
+            peak = max(peak, own_memory())
+    return sum(value.nbytes for value in model.state_dict().values()), peak - before
+
+
+def own_memory() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+
+def test_the_model_is_never_held_whole(job_root: str, tmp_path: Path) -> None:
+    nbytes, grown = start(peak_while_exporting, job_root, str(tmp_path)).answer()
+    assert nbytes > 80 << 20
+    assert grown < 40 << 20
 
 
 # ---- killed -----------------------------------------------------------------------------------------
