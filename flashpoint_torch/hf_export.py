@@ -302,8 +302,8 @@ class Saver:
                 view.close()
             if isinstance(error, CheckpointNotFoundError):
                 raise CheckpointNotFoundError(
-                    f"step {step} was given up for a newer version before its export could hold it: raise keep, or save "
-                    f"less often ({error})"
+                    f"step {step} was given up for a newer version before its export could hold it: raise keep or "
+                    f"save less often ({error})"
                 ) from error
             raise
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> float
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return float(loss.detach())
 
 
 def export_for_ever(rank: int, job_root: str, root: str, log_path: str) -> None:
@@ -45,11 +44,11 @@ def export_for_ever(rank: int, job_root: str, root: str, log_path: str) -> None:
     with fpt.init(job_root) as fp:
         model = llama(hidden=64)
         saver = fpt.Saver(fp, root, fpt.SaverConfig(max_shard_bytes="40KiB", mode="sync"), model=model)
-        step = fpt.StepInfo.first(5)
-        for number in count():
+        step = fpt.StepInfo(0, 0, 10_000 * fp.epoch, 5)
+        while True:
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.fill_(number)
+                    parameter.fill_(step.global_step)
             handle = fp.async_save({"engine": {"model": model.state_dict()}}, step.global_step)
             log.write("exporting", saver.path(step))
             export = saver.export(step, handle)
