@@ -49,7 +49,9 @@ def test_torchrun_runs_killed_ranks_again(job_root: str, tmp_path: Path) -> None
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2",
         "--local-addr=127.0.0.1", "-m", "tests.torch.recovering", job_root, log, str(TOTAL), "0:1:5", "1:0:11",
     ]  # fmt: skip
-    done = subprocess.run(command, timeout=4 * WAIT_S, capture_output=True, text=True)
+    # Torch 2.13 keeps one store over all restarts: a restarted rank may find its predecessor's address in it.
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(command, timeout=4 * WAIT_S, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert [len(begins(log, rank)) for rank in (0, 1)] == [3, 3]
     assert begins(log)[0] == 0 and begins(log)[2] >= 6
@@ -68,10 +70,10 @@ def counting(path: str, code: int) -> None:
 
 def test_a_function_is_run_again_as_often_as_allowed(tmp_path: Path) -> None:
     path = tmp_path / "attempts"
-    assert fpt.supervise(partial(counting, str(path), 7), retries=2, pause_s=0) == 7
+    assert fpt.supervise(partial(counting, str(path), 7), retries=1, pause_s=0) == 7
     lines = [line.split() for line in path.read_text().splitlines()]
-    assert [attempt for attempt, _ in lines] == ["0", "1", "2"]
-    assert len({pid for _, pid in lines} | {str(os.getpid())}) == 4
+    assert [attempt for attempt, _ in lines] == ["0", "1"]
+    assert len({pid for _, pid in lines} | {str(os.getpid())}) == 3
 
 
 def shell(script: str, *arguments: object, retries: int = 3, **options: float) -> int:
