@@ -52,10 +52,10 @@ def kill_after(log: str, workers: list[Worker], lines: int) -> None:
         worker.join()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2])
 def test_losses_after_kills_at_any_step(job_root: str, tmp_path: Path, world_size: int) -> None:
-    total, log, launcher = 45, str(tmp_path / "log"), Launcher(world_size)
-    for _ in range(3):
+    total, log, launcher = 30, str(tmp_path / "log"), Launcher(world_size)
+    for _ in range(2):
         lines = steps_done(log) + random.randrange(1, 10)
         kill_after(log, launcher.start(recovering.train, job_root, log, total), lines)
     launcher.run(recovering.train, job_root, log, total)
@@ -91,7 +91,7 @@ def test_a_loader_with_workers_of_its_own(job_root: str, tmp_path: Path) -> None
 # ---- SIGTERM ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("told", [(1,), (0, 1)])
+@pytest.mark.parametrize("told", [(1,), pytest.param((0, 1), marks=pytest.mark.soak)])
 def test_sigterm_saves_on_all_ranks(job_root: str, tmp_path: Path, told: tuple[int, ...]) -> None:
     log, launcher, total = str(tmp_path / "log"), Launcher(2), 10**6
     workers = launcher.start(recovering.train, job_root, log, total, freq_steps=None)

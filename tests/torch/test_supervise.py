@@ -35,11 +35,11 @@ def wanted(tmp_path: Path, world_size: int) -> list[dict[int, str]]:
 
 def test_supervise_runs_a_killed_training_again(job_root: str, tmp_path: Path) -> None:
     log = str(tmp_path / "log")
-    command = [sys.executable, "-m", "tests.torch.recovering", job_root, log, str(TOTAL), "0:0:5", "1:0:11"]
-    assert fpt.supervise(command, retries=2, pause_s=0) == 0
+    command = [sys.executable, "-m", "tests.torch.recovering", job_root, log, str(TOTAL), "0:0:5"]
+    assert fpt.supervise(command, retries=1, pause_s=0) == 0
     # The save of the step at which it died may not have been complete.
-    first, second, third = begins(log)
-    assert first == 0 and second in (3, 6) and third in (6, 9, 12)
+    first, second = begins(log)
+    assert first == 0 and second in (3, 6)
     assert losses(log) == wanted(tmp_path, 1)[0]
 
 
