@@ -107,8 +107,11 @@ def default_coordinator() -> tuple[Coordinator, str]:
     if dist.get_world_size() == 1:
         return SingleProcessCoordinator(), "flashpoint"
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    # Counted in the store, not in the process, which may have been in other groups before this one.
-    prefix = f"flashpoint/{store.add(f'flashpoint/sessions/{rank}', 1)}"
+    # Counted in the store, not in the process, which may have been in other groups before this one. A store of
+    # torchrun's may outlive an attempt in which some ranks came here and others did not: each counts for itself.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    base = "flashpoint" if attempt is None else f"flashpoint/attempt-{attempt}"
+    prefix = f"{base}/{store.add(f'{base}/sessions/{rank}', 1)}"
     return TorchStoreCoordinator(
         store, rank=rank, world_size=dist.get_world_size(), local_rank=local_rank(rank), prefix=prefix
     ), prefix

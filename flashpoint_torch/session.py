@@ -532,10 +532,12 @@ class Flashpoint:
         raise_any(error, {rank: answer.decode() for rank, answer in enumerate(answers) if answer})
 
     def _all_gather(self, topic: str, data: bytes) -> list[bytes]:
+        return self._coordinator.all_gather(self._new_topic(topic), data, self.config.recovery_timeout_s)
+
+    def _new_topic(self, name: str) -> str:
+        """One that nobody else has in this session; every rank makes the same ones in the same order."""
         self._agreements += 1
-        return self._coordinator.all_gather(
-            f"{topic}/{self._agreements}", data, self.config.recovery_timeout_s
-        )
+        return f"{name}/{self._agreements}"
 
     # ---- life -----------------------------------------------------------------------------------
 
