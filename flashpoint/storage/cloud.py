@@ -7,6 +7,7 @@ metadata services of the clouds. What obstore retries is not our concern; what i
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -48,7 +49,7 @@ class CloudStore:
             from_url: Any = obstore.store.from_url
             self._store = from_url(self.url, client_options=options, retry_config=retries)
         except Exception as error:  # whatever is wrong with the URL or the environment
-            raise ConfigError(f"storage={url!r} cannot be opened: {_first_line(error)}") from None
+            raise ConfigError(f"storage={url!r} cannot be opened: {_summary(error)}") from None
 
     def folders(self, under: str = "") -> list[str]:
         found = self._list(under)["common_prefixes"]
@@ -101,7 +102,7 @@ class CloudStore:
         except FlashpointError:
             raise
         except self._failures as error:
-            raise StorageError(f"{doing} {self.url}/{name} failed: {_first_line(error)}") from error
+            raise StorageError(f"{doing} {self.url}/{name} failed: {_summary(error)}") from error
 
 
 def _is_plain_http() -> bool:
@@ -114,6 +115,7 @@ def _stored(meta: Any) -> Stored:
     return Stored(meta["size"], meta["e_tag"] or meta["last_modified"].isoformat())
 
 
-def _first_line(error: Exception) -> str:
-    """What obstore says, without the structures that it prints below."""
-    return str(error).partition("\n")[0][:500]
+def _summary(error: Exception) -> str:
+    """What obstore says, and the server's own word for it, without the structures that it prints below."""
+    code = re.search(r"<Code>(\w{1,100})</Code>", str(error))
+    return str(error).partition("\n")[0].partition(": <?xml")[0][:500] + (f": {code[1]}" if code else "")

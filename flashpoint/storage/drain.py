@@ -79,7 +79,7 @@ class Drain:
         return stored is not None and stored.nbytes == len(manifest) and self._store.read(name) == manifest
 
     def upload(self) -> None:
-        """Bring this node's objects there, and confirm them.
+        """Bring this node's objects there, and confirm them; ends early where the leader has given the drain up.
 
         Raises:
             StorageError, CorruptObjectError: one cannot be written, or is not what it should be.
@@ -94,7 +94,7 @@ class Drain:
             mine[record.name] = (stored.nbytes, stored.tag)
             self._confirm(Confirmation(objects=mine))
             if self._index != self._leader and not self._is_wanted():
-                raise Stopped
+                return
 
     def _upload(self, record: ObjectRecord) -> Stored:
         name, size = f"{self._folder}/{record.name}", part_bytes(record)

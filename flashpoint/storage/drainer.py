@@ -237,7 +237,9 @@ class Drainer:
         with self._lock:
             waits = self._pinned is not None
         if waits or time.monotonic() >= self._next_poll_s:
-            self._next_poll_s = time.monotonic() + IDLE_POLL_S
+            if not waits:
+                self._next_poll_s = time.monotonic() + IDLE_POLL_S
+                self._learn()  # it may have been drained without this node's help
             self._follow()
 
     def _learn(self) -> None:
