@@ -5,9 +5,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -50,6 +51,54 @@ class S3Server:
             return connection.getresponse().status
         finally:
             connection.close()
+
+
+class Gate:
+    """Stands before a server, and hangs when it is told to: connections are taken, and nothing comes of them."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._is_open = threading.Event()
+        self._is_open.set()
+        self._over = threading.Event()
+        self.passed_nbytes = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def hang(self) -> None:
+        self._is_open.clear()
+
+    def go_on(self) -> None:
+        self._is_open.set()
+
+    def close(self) -> None:
+        self._over.set()
+        self._is_open.set()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._over.is_set():
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:
+                continue
+            for source, target in ((near, far), (far, near)):
+                threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with source, target:
+            try:
+                while data := source.recv(65_536):
+                    self._is_open.wait()
+                    target.sendall(data)
+                    self.passed_nbytes += len(data)
+            except OSError:
+                pass
+            for end in (source, target):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager

@@ -111,6 +111,7 @@ class ReplicationManager:
         self._over = threading.Event()
         self._is_busy = True
         self._linger_until_s = 0.0
+        self._ends_now = False
         self._last_asked_s = time.monotonic()
         self._next_look_s = 0.0
         self._keys = read_keys(self.folder.path) or self._new_keys()
@@ -213,8 +214,8 @@ class ReplicationManager:
         self.objects.close()
 
     def _is_finished(self) -> bool:
-        if not self.released:
-            return False
+        if not self.released or self._ends_now:
+            return self._ends_now
         may_go = not self._acquisitions and (self._replicator is None or self._replicator.may_go)
         if not may_go and time.monotonic() < self._linger_until_s:
             return False
@@ -535,7 +536,7 @@ class ReplicationManager:
         if isinstance(order, orders.Identify):
             return self._identity(number)
         if isinstance(order, orders.Configure):
-            self.released = False
+            self.released = self._ends_now = False
             self._configure(
                 Assignment(
                     membership=order.membership, index=order.index, keep=order.keep, encrypt=order.encrypt
@@ -561,20 +562,13 @@ class ReplicationManager:
         if isinstance(order, orders.Release):
             self.released = True
             self._linger_until_s = now_s + order.linger_s
+            self._ends_now = order.linger_s == 0  # also where ranks have come already that want another agent
             if self._replicator is not None:
                 self._carry_out(self._replicator.released(now_s))
             if self._drainer is not None:
-                self._release_drainer(order.linger_s)
+                self._drainer.release()
             return orders.Done(number)
         return self._retrieve(connection, order)
-
-    def _release_drainer(self, linger_s: float) -> None:
-        assert self._drainer is not None
-        if linger_s:
-            self._drainer.release()
-        else:  # to end now, whatever it is at
-            self._drainer.close()
-            self._drainer = None
 
     def _identity(self, number: int) -> orders.Identity:
         membership = self._replicator.membership if self._replicator is not None else None
