@@ -79,7 +79,7 @@ class Drainer:
         self._failures = 0
         self._not_before_s = 0.0
         self._moved_s = time.monotonic()
-        self._next_poll_s = 0.0
+        self._next_poll_s = self._next_look_s = 0.0
         self._thread = threading.Thread(target=self._run, name="flashpoint-drain", daemon=True)
         self._thread.start()
 
@@ -234,12 +234,16 @@ class Drainer:
             if source is not None:
                 self._lead(source)
             return
+        if time.monotonic() < self._next_poll_s:
+            return
         with self._lock:
             waits = self._pinned is not None
-        if waits or time.monotonic() >= self._next_poll_s:
-            if not waits:
-                self._next_poll_s = time.monotonic() + IDLE_POLL_S
-                self._learn()  # it may have been drained without this node's help
+        if not waits and time.monotonic() >= self._next_look_s:
+            self._next_look_s = time.monotonic() + IDLE_POLL_S
+            self._learn()  # it may have been drained without this node's help
+            waits = True
+        if waits:
+            self._next_poll_s = time.monotonic() + POLL_S
             self._follow()
 
     def _learn(self) -> None:

@@ -4,15 +4,18 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
+from flashpoint.buffers import BufferObject
 from flashpoint.errors import StorageError
 from flashpoint.retention import Version
 from flashpoint.storage import claim
+from flashpoint.storage import drainer as drainer_module
+from flashpoint.storage.local import LocalStore
 from flashpoint.storage.store import open_store
 from flashpoint.telemetry import counters
 from tests.core.storage.nodes import JOB, Node, check, drained, holds, save, steps_in, until
@@ -320,6 +323,51 @@ def test_a_server_that_never_answers_holds_nothing_and_nobody_up(
         assert job.ranks[0].objects.complete_steps() == [3]
         until(lambda: job.ranks[0].objects.pool.free_files() >= 1, node)  # step 2's, or 1's: nothing is held
         node.stop()
+
+
+class HangingStore(LocalStore):
+    """A file system whose server is gone: who writes a large file there waits."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.hangs, self.over = threading.Event(), threading.Event()
+
+    def write_parts(self, name: str, parts: Iterable[bytes], part_bytes: int) -> None:
+        if part_bytes >= MIB and not self.over.is_set():
+            self.hangs.set()
+            self.over.wait(60)
+        super().write_parts(name, parts, part_bytes)
+
+
+def test_memory_is_given_back_while_a_file_system_hangs(
+    job: Job, folder: str, start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HangingStore(folder)
+    monkeypatch.setattr(drainer_module, "open_store", lambda config: store)
+    node = start(storage_timeout_s=1.0)
+    save(job, 1, LARGE)
+    until(store.hangs.is_set, node)
+    pool = job.ranks[0].objects.pool
+    for step in (2, 3, 4):
+        save(job, step, LARGE)
+        node.offer()
+    assert job.ranks[0].objects.complete_steps() == [4]
+    buffers = len(list(Path(job.root, ".pool").glob("rank00000-*")))
+    nbytes = os.path.getsize(f"{job.root}/step-4_ckpt/rank00000-0.safetensors")
+    free: list[BufferObject] = []
+
+    def all_but_the_newest_are_free() -> bool:
+        free.extend(pool.take_free(nbytes))
+        return len(free) == buffers - 1
+
+    until(all_but_the_newest_are_free, node)
+    for buffer in free:
+        pool.release(buffer)
+    node.drainer.release()
+    until(lambda: not node.drainer.is_busy, node)  # the agent may go
+    store.over.set()
+    drained(4, node)
+    assert check(folder) == [4]
 
 
 def test_s3_holds_what_was_drained(job: Job, s3, start: Callable[..., Node]) -> None:
