@@ -16,7 +16,7 @@ class Catalogue:
         self._store = store
         self._known: dict[int, Version] = {}
         self.unfinished: list[int] = []
-        """Steps that have a folder, and no manifest that can be read; as of the last look."""
+        """Steps that have a folder and no manifest, as of the last look. One that cannot be read is one all the same."""
 
     def look(self) -> list[Version]:
         """The versions that have a manifest. Whether they are sound is for who loads them to see.
@@ -28,10 +28,10 @@ class Catalogue:
         self._known = {step: version for step, version in self._known.items() if step in steps}
         self.unfinished = []
         for step in sorted(steps - self._known.keys()):
-            version = self._version_of(step)
-            if version is None:
+            stored = self._store.head(manifest_name(step))
+            if stored is None:
                 self.unfinished.append(step)
-            else:
+            elif (version := self._version_of(step, stored.nbytes)) is not None:
                 self._known[step] = version
         return list(self._known.values())
 
@@ -39,13 +39,10 @@ class Catalogue:
         """Look anew at this step: it was written or deleted."""
         self._known.pop(step, None)
 
-    def _version_of(self, step: int) -> Version | None:
+    def _version_of(self, step: int, nbytes: int) -> Version | None:
         name = manifest_name(step)
-        stored = self._store.head(name)
-        if stored is None:
-            return None
         try:
-            epoch = epoch_in_head(self._store.read(name, 0, min(HEAD_BYTES, stored.nbytes)), step)
+            epoch = epoch_in_head(self._store.read(name, 0, min(HEAD_BYTES, nbytes)), step)
             if epoch is None:  # of another implementation: its members come in another order
                 record = decode_record(self._store.read(name, 0, None).partition(b"\n")[0])
                 epoch = record.epoch if record.step == step else None

@@ -119,7 +119,9 @@ def test_what_was_changed_since_it_was_confirmed_is_drained_anew(
     node = start(ranks=(0, 1, 2), storage_bytes_per_s=20 * MIB)
     until(lambda: any("rank00000-0" in path.read_text() for path in Path(folder).rglob("node00000")), node)
     node.stop()
-    Path(folder, "step-1_ckpt", "rank00000-0.safetensors").write_bytes(b"spoilt")
+    with open(f"{folder}/step-1_ckpt/rank00000-0.safetensors", "r+b") as file:
+        file.seek(5000)
+        file.write(b"spoilt")
     node.start(epoch=2)
     drained(1, node)
     assert check(folder) == [1]
@@ -201,11 +203,16 @@ def test_debris_of_a_killed_drain_is_swept_up(job: Job, folder: str, start: Call
     drain = Path(folder, ".drains", f"1-3-{'0' * 32}")
     drain.mkdir(parents=True)
     (drain / "node00000").write_text("{}")
+    newer = Path(folder, "step-4_ckpt")  # of a release to come
+    newer.mkdir()
+    (newer / ".metadata").write_text('{"format":"flashpoint-manifest","version":2}\n')
+    (newer / "rank00000-0.safetensors").write_bytes(b"good")
     node = start()
     save(job, 7)
     drained(7, node)
     until(lambda: not lost.exists() and not drain.exists(), node)
-    assert check(folder) == [7]
+    assert sorted(os.listdir(newer)) == [".metadata", "rank00000-0.safetensors"]
+    assert holds(folder, 7)
 
 
 # ---- several nodes --------------------------------------------------------------------------------
@@ -375,7 +382,7 @@ def test_s3_holds_what_was_drained(job: Job, s3, start: Callable[..., Node]) -> 
     node = start(url=url, storage_keep_last=1)
     save(job, 1, LARGE)
     drained(1, node)
-    save(job, 2, LARGE)
+    save(job, 2)
     drained(2, node)
     store = open_store(node.objects.config)
     until(lambda: store.folders() == ["step-2_ckpt"], node)
