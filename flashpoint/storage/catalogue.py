@@ -16,7 +16,7 @@ class Catalogue:
         self._store = store
         self._known: dict[int, Version] = {}
         self.unfinished: list[int] = []
-        """Steps that have a folder and no manifest, as of the last look. One that cannot be read is one all the same."""
+        """Steps with a folder and no manifest, as of the last look. One that cannot be read is one all the same."""
 
     def look(self) -> list[Version]:
         """The versions that have a manifest. Whether they are sound is for who loads them to see.

@@ -219,7 +219,10 @@ def test_debris_of_a_killed_drain_is_swept_up(job: Job, folder: str, start: Call
 
 
 @pytest.fixture
-def two(job_root: str, start: Callable[..., Node]) -> Iterator[tuple[Job, Node, Node]]:
+def two(
+    job_root: str, start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Job, Node, Node]]:
+    monkeypatch.setattr(drainer_module, "IDLE_POLL_S", 0.5)
     roots = [f"{job_root}/a/job", f"{job_root}/b/job"]
     job = Job(roots[0], 2, roots=roots, epoch=1)
     yield job, start(roots[0], ranks=(0,)), start(roots[1], ranks=(1,), index=1)
