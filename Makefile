@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-node-loss test lint format bench notebooks soak wheel clean
+.PHONY: help setup demo demo-node-loss demo-jax test lint format bench bench-jax notebooks soak wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -24,6 +24,9 @@ demo: $(STAMP) ## Train a small GPT, kill it twice, go on from memory; then lose
 
 demo-node-loss: $(STAMP) ## Lose one node of three with its memory, go on from the copies
 	$(PY) examples/node_loss.py $(ARGS)
+
+demo-jax: $(STAMP) ## Train a small Flax GPT through Orbax, kill it twice, lose a node
+	$(PY) examples/train_flax.py $(ARGS)
 
 test: lint ## Lint, check types, run the tests
 	$(PY) -m pytest $(ARGS)
@@ -39,6 +42,9 @@ format: $(STAMP) ## Rewrite the sources in the project's style
 
 bench: $(STAMP) ## Measure saving and loading
 	$(PY) -m benchmarks.save_load $(ARGS)
+
+bench-jax: $(STAMP) ## Measure saving and restoring through Orbax
+	$(PY) -m benchmarks.orbax $(ARGS)
 
 notebooks: $(STAMP) ## Run every notebook and keep its output
 	$(PY) scripts/run_notebooks.py notebooks/*.ipynb $(ARGS)

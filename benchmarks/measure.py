@@ -75,7 +75,9 @@ def job_root() -> Iterator[str]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def run_job(target: str, arguments: Mapping[str, Any], *, ranks: int = 1) -> Result:
+def run_job(
+    target: str, arguments: Mapping[str, Any], *, ranks: int = 1, timeout_s: float = JOB_TIMEOUT_S
+) -> Result:
     """Run a job in fresh processes and merge what its ranks measured.
 
     Raises:
@@ -97,7 +99,7 @@ def run_job(target: str, arguments: Mapping[str, Any], *, ranks: int = 1) -> Res
                             stderr=log,
                         )
                     )
-            _wait_for_all(processes, started_s + JOB_TIMEOUT_S)
+            _wait_for_all(processes, started_s + timeout_s)
             took_s = time.perf_counter() - started_s
         finally:
             for process in processes:
@@ -351,9 +353,9 @@ def machine() -> dict[str, str]:
         "tmpfs": f"{SHARED_MEMORY} {_mount_options()}; huge pages: shmem {_huge('shmem_enabled')}, "
         f"anonymous {_huge('enabled')}",
         "Python": platform.python_version(),
-        "torch": _version("torch"),
-        "numpy": _version("numpy"),
-        "flashpoint": _version("flashpoint"),
+        "torch": version_of("torch"),
+        "numpy": version_of("numpy"),
+        "flashpoint": version_of("flashpoint"),
     }
 
 
@@ -366,7 +368,8 @@ def cpu_seconds_of_others() -> float:
     return every - own.user - own.system - own.children_user - own.children_system
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of an installed package, for people."""
     try:
         return version(package)
     except PackageNotFoundError:

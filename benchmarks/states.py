@@ -1,16 +1,20 @@
-"""The states that benchmarks save and load: how many tensors, of which bytes, dtypes and shapes."""
+"""The states that benchmarks save and load: how many tensors, of which bytes, dtypes and shapes.
+
+torch and JAX are imported by what makes states for them, so that neither runs beside the other.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
-MIXED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+MIXED_DTYPES: Final = ("float32", "bfloat16", "float16", "int64")
 MIXED_SHARES: Final = (0.45, 0.35, 0.15, 0.05)
 TINY_BYTES: Final = 64
 _SEED: Final = 20
@@ -72,15 +76,16 @@ class State:
 
 def make(workload: Workload, mesh: DeviceMesh | None = None) -> State:
     """The state of one rank. Its tensors have storages of their own, one after the other in ``source``."""
+    import torch
+    from torch.distributed.tensor import DTensor, Shard
+
     specs = _specs(workload)
     places, position = [], 0
     for _, dtype, shape in specs:
         places.append(position)
         position += -(-_nbytes(dtype, shape) // _ALIGN_BYTES) * _ALIGN_BYTES
     source = torch.empty(position, dtype=torch.uint8).numpy()  # torch's memory: as its users have it
-    pattern = np.random.default_rng(_SEED).integers(0, 256, min(_PATTERN_BYTES, position), dtype=np.uint8)
-    for begin in range(0, position, len(pattern)):
-        source[begin : begin + len(pattern)] = pattern[: position - begin]
+    _fill(source)
     model: dict[str, torch.Tensor] = {}
     for (name, dtype, shape), begin in zip(specs, places, strict=True):
         count = _nbytes(dtype, shape) // dtype.itemsize
@@ -90,8 +95,35 @@ def make(workload: Workload, mesh: DeviceMesh | None = None) -> State:
     return State({"model": model, "trained_steps": 0}, source)
 
 
+def make_arrays(workload: Workload) -> State:
+    """The state of one process with JAX: float32 arrays of one size, ten to a block of the tree."""
+    import jax
+
+    nbytes = workload.nbytes // workload.tensors // 4096 * 4096  # rows of 1,024
+    raw = np.empty(nbytes * workload.tensors + _ALIGN_BYTES, np.uint8)
+    begin = -raw.ctypes.data % _ALIGN_BYTES
+    source = raw[begin : begin + nbytes * workload.tensors]
+    _fill(source)
+    source.view(np.uint32)[:] &= 0x3FFFFFFF  # all finite: nobody has to compare NaNs
+    # On a CPU, JAX takes this memory over, so that a memcpy of `source` reads the arrays themselves.
+    hosts = source.view(np.float32).reshape(workload.tensors, -1, 1024)
+    arrays = jax.block_until_ready(jax.device_put(list(hosts)))
+    model: dict[str, dict[str, jax.Array]] = {}
+    for i, array in enumerate(arrays):
+        model.setdefault(f"block_{i // 10}", {})[f"part_{i % 10}"] = array
+    return State({"model": model}, source)
+
+
+def _fill(source: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    pattern = np.random.default_rng(_SEED).integers(0, 256, min(_PATTERN_BYTES, len(source)), dtype=np.uint8)
+    for begin in range(0, len(source), len(pattern)):
+        source[begin : begin + len(pattern)] = pattern[: len(source) - begin]
+
+
 def _specs(workload: Workload) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     """(name, dtype, shape on each rank) of every tensor; the same in every process."""
+    import torch
+
     if not workload.mixed:
         elements = workload.nbytes // workload.tensors // 4
         shape = (elements,) if elements < 1024 else (elements // 1024, 1024)
@@ -101,7 +133,7 @@ def _specs(workload: Workload) -> list[tuple[str, torch.dtype, tuple[int, ...]]]
     kinds = rng.choice(len(MIXED_DTYPES), workload.tensors, p=MIXED_SHARES)
     specs = []
     for i, share in enumerate(weights / weights.sum()):
-        dtype = MIXED_DTYPES[kinds[i]]
+        dtype = getattr(torch, MIXED_DTYPES[kinds[i]])
         elements = max(round(share * workload.nbytes / dtype.itemsize), 64)
         shape = ((elements,), (elements // 16, 16), (elements // 64, 4, 16))[i % 3]
         specs.append((_name(i), dtype, shape))

@@ -157,15 +157,16 @@ class NodesRun(Run):
     """A run with one torchrun for each node, as on hosts of their own."""
 
     survives = "agent"  # a crash of the training is none of the nodes' agents
+    nodes = NODES
 
     def __init__(self, folder: Path, net: Loopback | Namespaces, **settings: int) -> None:
-        super().__init__(folder, ranks=NODES, **settings)
+        super().__init__(folder, ranks=self.nodes, **settings)
         self.net = net
-        self.memories = [Memory(folder / f"node-{node}") for node in range(NODES)]
+        self.memories = [Memory(folder / f"node-{node}") for node in range(self.nodes)]
 
     def commands(self) -> list[tuple[list, dict]]:
         port = self.net.free_port()
-        return [self.command(node, port) for node in range(NODES)]
+        return [self.command(node, port) for node in range(self.nodes)]
 
     def command(self, node: int, port: int) -> tuple[list, dict]:
         launcher = f"""
@@ -191,7 +192,7 @@ class NodesRun(Run):
         """The versions of every node, when the agents have put them in order after the job's end."""
         deadline = time.time() + 30
         while True:
-            held = [self.versions(node) for node in range(NODES)]
+            held = [self.versions(node) for node in range(self.nodes)]
             if all(versions == held[0] and len(versions) == 1 for versions in held) or time.time() > deadline:
                 return held
             time.sleep(0.05)

@@ -10,18 +10,16 @@ standard library. `AppState` below says what is saved, and Flashpoint is four li
 """
 
 import argparse
-import json
 import math
 import random
 import sys
-import sysconfig
-import time
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from journal import Journal
+from real_text import standard_library
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -71,17 +69,6 @@ class GPT(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.token(tokens) + self.place(torch.arange(tokens.shape[1]))
         return self.head(self.norm(self.blocks(x)))
-
-
-def standard_library(limit: int = 4_000_000) -> torch.Tensor:
-    """The first megabytes of Python's own source, as a tensor of bytes: real text, on every machine."""
-    folder, text = Path(sysconfig.get_path("stdlib")), bytearray()
-    for path in sorted(folder.rglob("*.py")):
-        if not {"site-packages", "dist-packages", "test", "tests"} & set(path.relative_to(folder).parts):
-            text += path.read_bytes()
-        if len(text) >= limit:
-            break
-    return torch.frombuffer(text, dtype=torch.uint8)[:limit]
 
 
 class Data:
@@ -147,7 +134,7 @@ class AppState(Stateful):
 # --- training ---
 
 
-def train(root: str, steps: int, save_every: int, seed: int, journal: "Journal") -> None:
+def train(root: str, steps: int, save_every: int, seed: int, journal: Journal) -> None:
     torch.set_num_threads(1)  # the order of additions, and so the last bit, hangs on the number of threads
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid of the line above, and slow
@@ -166,7 +153,8 @@ def train(root: str, steps: int, save_every: int, seed: int, journal: "Journal")
 
     torch.manual_seed(seed + 1 + rank)  # from here on every rank throws its own dice
     random.seed(seed + 1 + rank)
-    data = Data(standard_library(), rank, world, np.random.default_rng(seed + 1 + rank))
+    text = torch.frombuffer(standard_library(), dtype=torch.uint8)
+    data = Data(text, rank, world, np.random.default_rng(seed + 1 + rank))
 
     app, save = AppState(model, optimizer, schedule, data), None
     with fpt.init(root, keep=1) as fp:  # [1] on every rank, once the process group is there
@@ -198,31 +186,13 @@ def warm_up_and_cosine(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - WARM_UP) / max(1, steps - WARM_UP))
 
 
-def finish(save, journal: "Journal") -> None:
+def finish(save, journal: Journal) -> None:
     """Wait for a save that was started earlier: one that fails must be heard of, not passed over."""
     if save is None:
         return
     if not save.wait("complete", timeout_s=60):  # [4]
         raise save.error or TimeoutError("a save was not complete after 60 s")
     journal.write(saved=save.nbytes, version=save.step, **save.timings)
-
-
-class Journal:
-    """One line of JSON for each event of this rank: what the demo watches, and compares in the end.
-
-    Losses are written as `float.hex()`, so that no bit of them is rounded away.
-    """
-
-    def __init__(self, prefix: str | None) -> None:
-        self.file = None
-        if prefix:
-            self.file = open(f"{prefix}-rank{dist.get_rank()}.jsonl", "w", buffering=1)  # noqa: SIM115
-        elif dist.get_rank() == 0:
-            self.file = sys.stdout
-
-    def write(self, **event) -> None:
-        if self.file:
-            print(json.dumps(event | {"at": time.time()}), file=self.file)
 
 
 def main() -> int:
@@ -239,7 +209,7 @@ def main() -> int:
     args = parser.parse_args(sys.argv[2:])
 
     dist.init_process_group("gloo")
-    train(args.root, args.steps, args.save_every, args.seed, Journal(args.journal))
+    train(args.root, args.steps, args.save_every, args.seed, Journal(args.journal, dist.get_rank()))
     dist.destroy_process_group()
     return 0
 

@@ -170,10 +170,10 @@ class Run:
 
     # What the journals say afterwards.
 
-    def losses(self) -> dict[tuple[int, int], str]:
-        """(rank, step): loss. A step that was done again counts as it was done last."""
+    def losses(self, only: int | None = None) -> dict[tuple[int, int], str]:
+        """(rank, step): loss, of one attempt or all. A step that was done again counts as it was done last."""
         found = {}
-        for attempt in range(1, self.attempt + 1):
+        for attempt in [only] if only else range(1, self.attempt + 1):
             for rank in range(self.ranks):
                 found |= {(rank, e["step"]): e["loss"] for e in self.events(attempt, rank) if "step" in e}
         return found

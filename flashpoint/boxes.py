@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -36,6 +36,17 @@ def overlap(a: Box, b: Box) -> Box | None:
         min(s + m, t + n) - o for s, m, t, n, o in zip(a.start, a.shape, b.start, b.shape, start, strict=True)
     )
     return Box(start, shape) if all(n > 0 for n in shape) else None
+
+
+def inverse(axes: Sequence[int]) -> Index:
+    """The axes by which `numpy.transpose` undoes a transposition by ``axes``."""
+    return tuple(sorted(range(len(axes)), key=axes.__getitem__))
+
+
+def untransposed(box: Box, axes: Sequence[int]) -> Box:
+    """Where a box of an array that was transposed by ``axes`` lies in the array as it was."""
+    back = inverse(axes)
+    return Box(tuple(box.start[i] for i in back), tuple(box.shape[i] for i in back))
 
 
 def covers(box: Box, parts: Collection[Box]) -> bool:

@@ -34,7 +34,7 @@ class FlashpointConfig:
             the cgroup.
         chunk_bytes: span of one checksum.
         seal_threads: threads of each rank that checksum a sealed buffer, in the background.
-        load_threads: threads of each rank that verify while training waits.
+        load_threads: threads of each rank that verify, and copy JAX arrays, while training waits.
         commit_timeout_s: longest wait for the other ranks in one step of a commit.
         recovery_timeout_s: longest wait for the other ranks in one step of a recovery.
         overlap_wait_s: longest that a save waits for the one before it, before it is skipped.

@@ -38,6 +38,10 @@ class CheckpointNotFoundError(FlashpointError, FileNotFoundError):
     """There is no complete checkpoint where one was asked for."""
 
 
+class RecoveryError(FlashpointError):
+    """Versions are there, but none can be loaded now: mend what was named, or remove them to start from scratch."""
+
+
 class NoSpaceError(FlashpointError):
     """The version does not fit into the memory budget or into the tmpfs. Nothing was changed."""
 

@@ -7,8 +7,11 @@ All ranks call the same methods in the same order; whatever one of them cannot u
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -34,6 +37,27 @@ if TYPE_CHECKING:  # ZeroMQ is loaded only for jobs with copies
     from flashpoint.replication.node import NodeReplication
 
 
+_TRIES_MAX: Final = 3  # of one version, if what it failed for may pass
+_AGAIN_S: Final = 1.0
+
+
+class Verdict(enum.IntEnum):
+    """What a rank finds of a version; of several ranks' the highest counts."""
+
+    GOOD = 0
+    GONE = 1
+    """It is not whole any more, or the nodes hold different saves of it."""
+    FAILED = 2
+    """It could not be had this time: space, a peer or an agent was missing."""
+    CORRUPT = 3
+
+
+def _verdict_of(failure: Exception) -> Verdict:
+    if isinstance(failure, CorruptObjectError | ManifestError):
+        return Verdict.CORRUPT
+    return Verdict.GONE if isinstance(failure, CheckpointNotFoundError) else Verdict.FAILED
+
+
 class MLFlashpointCheckpointLoader:
     """Loads versions from below one job root, for one rank.
 
@@ -55,6 +79,9 @@ class MLFlashpointCheckpointLoader:
         self.config = objects.config
         self.replication = replication
         self.fetched_nbytes = 0  # from peers, by all ranks, for the version that was opened last
+        self.unloadable: list[
+            int
+        ] = []  # steps that the last `latest_complete` could not load, but might later
         self._agreements = 0
 
     # ---- 1. candidates --------------------------------------------------------------------------
@@ -80,7 +107,9 @@ class MLFlashpointCheckpointLoader:
         """The newest version whose every object verifies on every rank, opened; None if there is none.
 
         Versions that do not are reported and stepped over; those found corrupt, and those whose manifest
-        tells nothing, are removed once an older one has proved good: their steps can be saved again.
+        tells nothing, are removed once an older one has proved good: their steps can be saved again. What
+        failed for another reason (no space for what a node lacks, an agent that died) is tried again before,
+        and named in `unloadable`: who begins from scratch should know what there was.
 
         Args:
             warm: read through this process's own buffers where it has them (see `CheckpointView`).
@@ -88,16 +117,32 @@ class MLFlashpointCheckpointLoader:
                 default, everything.
         """
         corrupt: list[CheckpointContainerId] = []
+        self.unloadable = []
         for version in self.candidates():
             container = self.objects.container(version.step)
-            view, is_corrupt = self._open_together(container, warm, needs)
+            view, verdict = self.try_open(container, warm=warm, needs=needs)
             if view is not None:
                 for bad in [*corrupt, *map(self.objects.container, self.objects.garbled_steps())]:
                     self.objects.remove_container(bad)
                 return view
-            if is_corrupt:
+            if verdict is Verdict.CORRUPT:
                 corrupt.append(container)
+            elif verdict is Verdict.FAILED:
+                self.unloadable.append(version.step)
         return None
+
+    def try_open(
+        self, container: CheckpointContainerId, *, warm: bool = False, needs: Needs | None = None
+    ) -> tuple[CheckpointView | None, Verdict]:
+        """As `open_verified`, with what the ranks found; tried again where that may pass."""
+        for attempt in range(_TRIES_MAX):
+            view, verdict = self._open_together(container, warm, needs)
+            if verdict is not Verdict.FAILED or self.replication is None or attempt + 1 == _TRIES_MAX:
+                break
+            time.sleep(_AGAIN_S)
+            with contextlib.suppress(FlashpointError, OSError):
+                self.replication.revive()
+        return view, verdict
 
     def open_verified(
         self, container: CheckpointContainerId, *, warm: bool = False, needs: Needs | None = None
@@ -107,9 +152,9 @@ class MLFlashpointCheckpointLoader:
 
     def _open_together(
         self, container: CheckpointContainerId, warm: bool, needs: Needs | None
-    ) -> tuple[CheckpointView | None, bool]:
-        """The opened version, or None and whether a rank found it corrupt (and did not just fail to look)."""
-        view, error, is_corrupt = None, "", False
+    ) -> tuple[CheckpointView | None, Verdict]:
+        """The opened version, or None and the worst that a rank found."""
+        view, error, verdict = None, "", Verdict.GOOD
         fetched = 0
         peers = (
             Peers(self.objects, self.coordinator, self.replication, container) if self.replication else None
@@ -132,14 +177,14 @@ class MLFlashpointCheckpointLoader:
                 self._verify_share(view)
         except (FlashpointError, OSError) as failure:
             error = str(failure) or repr(failure)
-            is_corrupt = isinstance(failure, (CorruptObjectError, ManifestError))
+            verdict = _verdict_of(failure)
         answers = self._all_gather(
-            (error, is_corrupt, view.manifest.digest if view is not None else "", fetched)
+            (error, verdict, view.manifest.digest if view is not None else "", fetched)
         )
         self.fetched_nbytes = sum(nbytes for _, _, _, nbytes in answers)
         agreed = len({digest for _, _, digest, _ in answers}) == 1
         if view is not None and agreed and not any(answer[0] for answer in answers):
-            return view, False
+            return view, Verdict.GOOD
         if view is not None:
             view.close()
         for rank, (message, *_) in enumerate(answers):
@@ -149,7 +194,7 @@ class MLFlashpointCheckpointLoader:
         if not agreed and not any(answer[0] for answer in answers):
             count("versions_rejected")
             logger.warning("step %d cannot be loaded: the nodes hold different saves of it", container.step)
-        return None, any(flag for _, flag, _, _ in answers)
+        return None, max([Verdict.GONE, *(Verdict(found) for _, found, _, _ in answers)])
 
     def _verify_share(self, view: CheckpointView) -> None:
         # Every object is verified by someone before any rank takes a value from any of them; a rank

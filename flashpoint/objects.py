@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -42,6 +43,7 @@ from flashpoint.telemetry import logger, warn_once
 EPOCH_NAME: Final = ".epoch"
 FETCHED_NAME: Final = ".fetched"
 WRITER_LETS_GO_S: Final = 2.0
+_INDEX: Final = re.compile(r"(manifest\.ocdbt|nodes-[0-9a-f]{32}\.ocdbt)(\.[0-9a-f]+\.tmp)?", re.ASCII)
 # Nothing is there, or no regular file.
 _NO_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)
 
@@ -392,12 +394,17 @@ class CheckpointObjectManager:
     def remove_container(self, container: CheckpointContainerId) -> None:
         """Give a version up: manifest first, so that a crash in between leaves nothing that looks complete.
 
-        Only what Flashpoint made is deleted, and the folder only if nothing else is in it.
+        Only what Flashpoint made is deleted, the index for stock readers with it, and the folder only if nothing
+        else is in it.
         """
         path = container.path
         _unlink(f"{path}/{MANIFEST_NAME}")
         for name in self._names(path):
-            if _is_object(name) or (name.startswith(MANIFEST_NAME) and name.endswith(".tmp")):
+            if (
+                _is_object(name)
+                or _is_index(name)
+                or (name.startswith(MANIFEST_NAME) and name.endswith(".tmp"))
+            ):
                 _unlink(f"{path}/{name}")
         _rmdir_if_empty(path)
 
@@ -510,6 +517,11 @@ def _is_object(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_index(name: str) -> bool:
+    """Whether a file is one of the OCDBT index that an adapter may put beside the objects."""
+    return _INDEX.fullmatch(name) is not None
 
 
 def _is_folder(path: str) -> bool:

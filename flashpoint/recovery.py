@@ -84,17 +84,12 @@ def differences(
     targets: Sequence[Entry],
     value_names: Collection[str],
     rank: int,
-    *,
-    known: Collection[str] = (),
-    partial: bool = False,
 ) -> list[str]:
-    """How a state differs from the version, one sentence for each name; empty if it fits.
+    """How a state differs from what the version holds of it, one sentence for each name; empty if it fits.
 
     Args:
         targets: the state's tensors, as this rank holds them.
         value_names: names of its plain values.
-        known: further names of the state, which are known to fit.
-        partial: whether the state may leave out names that the version holds.
     """
     saved_values = set(values_source(manifest, rank))
     found = []
@@ -125,11 +120,17 @@ def differences(
         if not (saved and manifest.entry(*saved[0]).codec):
             what = "a tensor there, a plain value here" if saved else "not in the checkpoint"
             found.append(f"{name[:200]!r}: {what}")
-    if not partial:
-        names = {target.name for target in targets}.union(value_names, known)
-        extra = (manifest.by_name.keys() | saved_values) - names
-        found += [f"{name[:200]!r}: in the checkpoint, not in the state" for name in sorted(extra)]
     return found
+
+
+def left_out(manifest: Manifest, names: Collection[str], rank: int) -> list[str]:
+    """What the version holds and a state of these names does not, in order."""
+    return sorted((manifest.by_name.keys() | values_source(manifest, rank).keys()).difference(names))
+
+
+def left_out_sentences(names: Iterable[str]) -> list[str]:
+    """One sentence for each name, as `differences` has them."""
+    return [f"{name[:200]!r}: in the checkpoint, not in the state" for name in names]
 
 
 def values_source(manifest: Manifest, rank: int) -> dict[str, int]:

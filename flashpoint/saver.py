@@ -219,11 +219,15 @@ class MLFlashpointCheckpointSaver:
             obj = CheckpointObjectId(self.objects.rank, index)
             self.objects.link_object(pending.container, obj, buffer)
             buffer.data[: layout.header_bytes] = memoryview(layout.header)
-            for begin, end in layout.gaps:
-                buffer.data[begin:end] = 0  # nothing of an earlier version stays between the entries
+            self._fill_gaps(pending, part)
             chunk_bytes = chunk_size(layout.nbytes, self.config.chunk_bytes)
             digests = chunk_digests(buffer.data, chunk_bytes, threads=self.config.seal_threads)
             pending.records.append(ObjectRecord(obj.name, layout.nbytes, layout.digest, chunk_bytes, digests))
+
+    def _fill_gaps(self, pending: PendingCheckpoint, part: StagedObject) -> None:
+        """Fill what lies between the entries: nothing of an earlier version stays there."""
+        for begin, end in part.layout.gaps:
+            part.buffer.data[begin:end] = 0
 
     # ---- 5. metadata ----------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from flashpoint.dtypes import dtype_of
 from flashpoint.errors import CheckpointNotFoundError, CorruptObjectError
 from flashpoint.ids import CheckpointContainerId
 from flashpoint.layout import Entry
+from flashpoint.located import container_at
 from flashpoint.manifest import Manifest, ObjectRecord, plain_value
 from flashpoint.objects import CheckpointObjectManager, MappedObject
 from flashpoint.recovery import plan_reads, preferred_entries, values_source
@@ -30,6 +31,8 @@ class ObjectSource(Protocol):
     config: FlashpointConfig
 
     def read_manifest(self, container: CheckpointContainerId) -> Manifest: ...
+
+    def held_objects(self, container: CheckpointContainerId, records: Iterable[ObjectRecord]) -> set[str]: ...
 
     def map_object(
         self, container: CheckpointContainerId, record: ObjectRecord, *, warm: bool = False
@@ -121,6 +124,10 @@ class CheckpointView(Mapping[str, Any]):
         if dtype.numpy is None:
             return data.reshape(*entry.shape, dtype.itemsize)
         return data.view(dtype.numpy).reshape(entry.shape)
+
+    def is_here(self, record: ObjectRecord) -> bool:
+        """Whether an object lies in this node's container, with the size that it should have."""
+        return bool(self._objects.held_objects(self.container, [record]))
 
     def entry_bytes(self, record: ObjectRecord, index: int) -> Bytes:
         """The verified bytes of one stored shard."""
@@ -220,7 +227,7 @@ def open_container(
     """Open a complete version for reading.
 
     Args:
-        container: its id, or its path ``<job root>/step-<n>_ckpt``.
+        container: its id, or its path ``<job root>/step-<n>_ckpt``, or that of an Orbax item or step of ours.
         rank: whose copy to read where every rank stored its own.
         verify: check each chunk against its digest when it is first read.
 
@@ -229,7 +236,7 @@ def open_container(
         ManifestError: its manifest cannot be trusted.
     """
     if not isinstance(container, CheckpointContainerId):
-        container = CheckpointContainerId.parse(container)
+        container = container_at(container)
     objects = CheckpointObjectManager(container.job_root, create=False, config=FlashpointConfig.from_env())
     if container.step in objects.dirty_steps():
         raise CheckpointNotFoundError(

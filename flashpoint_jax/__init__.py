@@ -4,8 +4,11 @@ import flashpoint_jax
 manager = ocp.CheckpointManager("/dev/shm/job-1", options=options, handler_registry=flashpoint_jax.registry())
 manager.save(step, args=ocp.args.StandardSave(state))       # as before
 state = manager.restore(step, args=ocp.args.StandardRestore(abstract_state))
+
+params = flashpoint_jax.load("/dev/shm/job-2/step-100_ckpt", abstract_params)       # of a PyTorch job
 """
 
+from flashpoint_jax.exchange import load
 from flashpoint_jax.handlers import (
     FlashpointCheckpointHandler,
     FlashpointPyTreeHandler,
@@ -14,6 +17,7 @@ from flashpoint_jax.handlers import (
     FlashpointStandardHandler,
     registry,
 )
+from flashpoint_jax.recovery import RecoverResult, recover, wait_until_replicated
 from flashpoint_jax.step_names import StepNameFormat
 
 __all__ = [
@@ -22,6 +26,10 @@ __all__ = [
     "FlashpointRestore",
     "FlashpointSave",
     "FlashpointStandardHandler",
+    "RecoverResult",
     "StepNameFormat",
+    "load",
+    "recover",
     "registry",
+    "wait_until_replicated",
 ]

@@ -21,6 +21,8 @@ from flashpoint.markers import Marker
 from flashpoint.memory import file_system
 
 TEMPORARY: Final = ".orbax-checkpoint-tmp"
+SUMS_FILE: Final = ".sidecars"  # see `flashpoint_jax.sidecars`
+_OURS: Final = re.compile(r"\.sidecars|rank[0-9]{5}-[0-9]+\.safetensors|nodes-[0-9a-f]{32}\.ocdbt", re.ASCII)
 # `100`, `prefix_100`, `00000100`, and Flashpoint's own `step-100_ckpt`.
 _STEP: Final = re.compile(r"(?:step-(?P<own>[0-9]{1,19})_ckpt|(?:.+_)?(?P<step>[0-9]{1,19}))", re.ASCII)
 
@@ -59,8 +61,9 @@ def parse_folder(path: str | os.PathLike[str]) -> ItemFolder:
     item = _final(own)
     around, above = os.path.split(parent)
     step = step_of(_final(above))
-    if step is not None and around != "/":
-        return ItemFolder(around, step, folder, item)
+    # Whatever its name: a folder that is still to be renamed is a checkpoint's, and no root.
+    if (step is not None or TEMPORARY in above) and around != "/":
+        return ItemFolder(around, 0 if step is None else step, folder, item)
     step = step_of(item)
     return ItemFolder(parent, 0 if step is None else step, folder, item)
 
@@ -85,8 +88,18 @@ def is_local(path: str) -> bool:
 
 
 def holds_blobs(folder: str | os.PathLike[str]) -> bool:
-    """Whether Flashpoint wrote this item, and not a stock handler."""
-    return os.path.lexists(f"{os.fspath(folder)}/{MANIFEST_NAME}")
+    """Whether Flashpoint wrote this item, and not a stock handler.
+
+    Also of one whose manifest is lost, or whose deletion was cut off: stock readers, who check no sums, must not be
+    let loose on what is left.
+    """
+    path = os.fspath(folder)
+    if os.path.lexists(f"{path}/{MANIFEST_NAME}"):
+        return True
+    try:
+        return any(map(_OURS.fullmatch, os.listdir(path)))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def write_files(folder: str, files: Mapping[str, bytes]) -> None:
@@ -107,7 +120,7 @@ def write_files(folder: str, files: Mapping[str, bytes]) -> None:
 def unfinished_items(root: str) -> Iterator[ItemFolder]:
     """The items below a root that Orbax did not rename to their final names, with objects of ours in them."""
     for step in _folders(root):
-        if step_of(_final(os.path.basename(step))) is None:
+        if step_of(_final(os.path.basename(step))) is None and TEMPORARY not in os.path.basename(step):
             continue
         for item in _folders(step):
             if TEMPORARY in f"{os.path.basename(step)}/{os.path.basename(item)}":

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import time
-from collections.abc import Sequence
-from typing import Any, Final
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -29,31 +29,41 @@ from orbax.checkpoint._src.serialization import type_handler_registry as type_re
 
 from flashpoint.buffers import BufferObject
 from flashpoint.config import FlashpointConfig
-from flashpoint.errors import DeadlineError, FlashpointError
+from flashpoint.errors import CheckpointNotFoundError, FlashpointError, ManifestError, MismatchError
 from flashpoint.gc_pause import gc_paused
-from flashpoint.saver import PendingCheckpoint
-from flashpoint.telemetry import count, logger
+from flashpoint.telemetry import count, warn_once
 from flashpoint.view import CheckpointView
+from flashpoint_jax.commit import SaveFuture, settle
+from flashpoint_jax.diagnosis import explained, is_ours, missing_objects
+from flashpoint_jax.direct import DirectRestore
 from flashpoint_jax.folder import ItemFolder, holds_blobs, is_local
-from flashpoint_jax.leaves import BlobRegistry, OpenFolders, is_ours
+from flashpoint_jax.leaves import BlobRegistry, OpenFolders, can_store
 from flashpoint_jax.plan import PlanCache, StatePlan, Writers
-from flashpoint_jax.session import ItemSaver, Session, folder_at, orbax_config, session_of
-from flashpoint_jax.sidecars import Sidecars
+from flashpoint_jax.session import folder_at, orbax_config, session_of
+from flashpoint_jax.sidecars import Sidecars, add_strings
 from flashpoint_jax.staging import stage_into, start_copies
+from flashpoint_jax.zarr_index import CRC_BYTES
 
-_POLL_S: Final = 0.002
 
-
-class _Impl(stock.BasePyTreeCheckpointHandler):
+class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
     """What both handlers stand on, as the stock ones stand on the stock one.
 
     Attributes:
         folders: those that are being read now.
+        ts_checksums: whether stock TensorStore is to find a checksum behind every chunk.
     """
 
-    def __init__(self, *, config: FlashpointConfig, multiprocessing_options: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        config: FlashpointConfig,
+        multiprocessing_options: Any,
+        ts_checksums: bool = False,
+        **kwargs: Any,
+    ) -> None:
         self.folders = OpenFolders()
         self.config = config
+        self.ts_checksums = ts_checksums
         self.registry = BlobRegistry(
             kwargs.pop("type_handler_registry", type_registries.GLOBAL_TYPE_HANDLER_REGISTRY),
             self.folders,
@@ -66,8 +76,10 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
             type_handler_registry=self.registry,
             **kwargs,
         )
-        self._per_host = multiprocessing_options.primary_host is None
+        self._primary_host: int | None = multiprocessing_options.primary_host
+        self._per_host = self._primary_host is None
         self._plans: dict[str, PlanCache] = {}
+        self._direct = DirectRestore(self.registry)
 
     # ---- saving ---------------------------------------------------------------------------------
 
@@ -78,16 +90,23 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         container = folder_at(directory)
         if not is_local(container.folder) or args.partial_save_mode:
             return await super().async_save(directory, args=args)  # type: ignore[no-any-return]
-        save_args, casts = None, ()
+        save_args, casts = None, tuple[Any, ...]()
         if args.save_args is not None:
             save_args = stock._fill_missing_save_or_restore_args(item, args.save_args, mode="save")
             casts = tuple(arg.dtype for arg in _leaves_of(save_args, item))
+            casts = casts if any(cast is not None for cast in casts) else ()
         rank = multihost.process_index()
-        cache = self._plans.setdefault(container.item, PlanCache())
+        trailer_bytes = CRC_BYTES if self.ts_checksums else 0
+        cache = self._plans.setdefault(container.item, PlanCache(trailer_bytes=trailer_bytes))
         plan, leaves = cache.plan(item, casts, Writers(rank, self._per_host))
         if "tree" not in plan.remembered:
             self._describe(plan, item, leaves, save_args)
         if plan.remembered["is_stock"]:
+            if self.config.copies:
+                warn_once(
+                    f"stock:{container.job_root}/{container.item}",
+                    f"item {container.item!r} has leaves that no blob holds: Orbax writes it, and it gets no copies",
+                )
             return await super().async_save(directory, args=args)  # type: ignore[no-any-return]
         futures = [self._start(container, plan, leaves, args.custom_metadata)]
         if plan.remembered["others"]:
@@ -103,14 +122,14 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         # a folder has one: then all of the item is written there.
         ours = [self.registry.get(type(x)) for x, kind in zip(leaves, plan.kinds, strict=True) if kind]
         plan.remembered["is_stock"] = not plan.sources_anywhere or not (
-            all(map(is_ours, ours))
+            all(map(can_store, ours))
             and all(isinstance(handler, type_handlers.StringHandler) for handler in handlers)
         )
         plan.remembered["others"] = bool(others)
         shard_shapes = {info.name: info.shard_shape for info in plan.arrays}
         infos = jax.tree.map(
             lambda info: info.replace(write_shape=shard_shapes.get(info.name)),
-            self._get_param_infos(item, stock.epath.Path("/"), use_ocdbt=True, use_zarr3=False),
+            self._get_param_infos(item, stock.epath.Path("/"), use_ocdbt=True, use_zarr3=self.ts_checksums),
         )
         if save_args is None:
             save_args = stock._fill_missing_save_or_restore_args(item, None, mode="save")
@@ -118,7 +137,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
             infos,
             save_args=save_args,
             use_ocdbt=True,
-            use_zarr3=False,
+            use_zarr3=self.ts_checksums,
             pytree_metadata_options=self._pytree_metadata_options,
         ).to_json()
 
@@ -131,7 +150,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         others would go on to a barrier that this one never comes to.
         """
         session = session_of(container.job_root, self.config, per_host=self._per_host)
-        saver = session.saver(container.item)
+        saver = session.saver(container)
         pending = saver.begin(container, tag="item/")
         error: Exception | None = None
         try:
@@ -145,7 +164,7 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
                 ) from None
 
             def fill(buffer: BufferObject) -> None:
-                stage_into(buffer, plan.layout, on_way)
+                stage_into(buffer, plan.layout, on_way, threads=self.config.load_threads)
 
             pending.staged += session.stage(saver, plan, fill)
             count("bytes_staged", sum(part.layout.nbytes for part in pending.staged))
@@ -158,38 +177,69 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
             container=container,
             rank=saver.coordinator.rank,
             per_host=self._per_host,
+            ts_checksums=self.ts_checksums,
+            remembered=plan.remembered,
         )
-        return ocp.future.CommitFutureAwaitingContractedSignals(
-            _commit(session, saver, pending, error), name="flashpoint_commit"
-        )
+        return SaveFuture(session, saver, pending, error, primary=self._primary_host)
 
     async def _save_others(self, directory: Any, item: Any, save_args: Any, plan: StatePlan) -> list[Any]:
         """Have the stock handlers save the leaves that are not ours."""
-        infos = self._get_param_infos(item, directory, use_ocdbt=True, use_zarr3=False)
+        infos = self._get_param_infos(item, directory, use_ocdbt=True, use_zarr3=self.ts_checksums)
         if save_args is None:
             save_args = stock._fill_missing_save_or_restore_args(item, None, mode="save")
         requests = stock.batched_serialization_requests(item, infos, save_args, self.registry)
-        theirs = [request for request in requests if not is_ours(request.handler)]
+        theirs = [request for request in requests if not can_store(request.handler)]
         futures = await self._async_io_engine.execute_save(theirs)
         return list(jax.tree.leaves(futures))
 
-    def finalize(self, directory: Any) -> None:
+    async def _finalize_async(self, directory: Any) -> None:
         # Nothing is left to do for a folder with a manifest: all processes have agreed that it is whole.
-        if not holds_blobs(directory):
-            super().finalize(directory)
+        if holds_blobs(directory):
+            add_strings(str(directory))
+        else:
+            await super()._finalize_async(directory)
 
     # ---- reading --------------------------------------------------------------------------------
 
-    def opened(self, directory: Any) -> Any:
-        """Open a folder for a restore, verified on all processes; for use in a ``with`` statement."""
+    @contextmanager
+    def opened(self, directory: Any) -> Iterator[CheckpointView]:
+        """Open a folder for a restore, verified on all processes."""
         container = folder_at(directory)
         session = session_of(container.job_root, self.config, per_host=self._per_host)
-        return self.folders.open(str(directory), lambda: session.open_view(container))
+        opener = functools.partial(self._explaining, session.open_view, container)
+        with self.folders.open(str(directory), opener) as view:
+            try:
+                yield view
+            except CheckpointNotFoundError as error:
+                elsewhere = missing_objects(container.folder, view.manifest) if self._per_host else []
+                if not elsewhere:
+                    raise
+                raise MismatchError(
+                    f"{directory} is the part of one host of step {view.manifest.step}, and something that is "
+                    f"asked for lies in {', '.join(elsewhere[:5])} of others: ask for the shardings of the save"
+                ) from error
+
+    def _explaining(
+        self, opener: Callable[[ItemFolder], CheckpointView], folder: ItemFolder
+    ) -> CheckpointView:
+        try:
+            return opener(folder)
+        except (CheckpointNotFoundError, ManifestError) as error:
+            rank = multihost.process_index() if self._per_host else None
+            raise explained(error, folder.folder, rank) from error
 
     def restore(self, directory: Any, args: Any = None) -> Any:
-        if not holds_blobs(directory):
+        if not is_ours(directory):
             return super().restore(directory, args)
-        with gc_paused(), self.opened(directory):
+        with gc_paused(), self.opened(directory) as view:
+            if (
+                args is not None
+                and args.item is not None
+                and not (args.partial_restore or self._pytree_metadata_options.support_rich_types)
+            ):
+                found = self._direct.restore(view, directory, args.item, args.restore_args)
+                if found is not None:
+                    return found[0]
             return super().restore(directory, args)
 
     def metadata(self, directory: Any) -> Any:
@@ -198,74 +248,60 @@ class _Impl(stock.BasePyTreeCheckpointHandler):
         container = folder_at(directory)
         session = session_of(container.job_root, self.config, per_host=self._per_host)
 
-        def look() -> CheckpointView:
-            return session.look_at(container)
-
-        with self.folders.open(str(directory), look):
+        with self.folders.open(str(directory), lambda: self._explaining(session.look_at, container)):
             return super().metadata(directory)
 
 
-async def _commit(
-    session: Session, saver: ItemSaver, pending: PendingCheckpoint, error: Exception | None
-) -> None:
-    """The rest of a save, in a thread that Orbax starts when the folder is there."""
-    try:
-        try:
-            if error is not None:
-                raise error
-            await _folder_of(pending, saver.config.commit_timeout_s)
-            saver.write(pending)
-        except Exception as failure:
-            saver.withdraw(pending, failure)
-            raise
-        try:
-            saver.write_metadata(pending)
-            saver.finalize(pending)
-        except Exception:
-            saver.abandon(pending)  # where its outcome is known already, this changes nothing
-            raise
-        session.committed(pending.container.item, pending.staged)  # type: ignore[attr-defined]
-        count("saves_complete")
-        logger.info("step %d is complete in %s", pending.step, pending.container)
-    finally:
-        saver.sidecars.pop(pending.topic, None)
-
-
-async def _folder_of(pending: PendingCheckpoint, timeout_s: float) -> None:
-    """Wait until the item's folder is there, whoever makes it.
-
-    Orbax's signals should have told so. They do not on all but the first process, once a manager of this
-    program had ``enable_per_process_directory_creation``: that changes the signals' names for all others too.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not os.path.isdir(pending.container.path):
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"step {pending.step}: Orbax did not make {pending.container.path} within {timeout_s:g} s"
-            )
-        await asyncio.sleep(_POLL_S)
-
-
 def _leaves_of(save_args: Any, item: Any) -> list[Any]:
-    """The save arguments of the item's leaves, in their order."""
+    """The save arguments of the item's leaves, in their order; Orbax has some of empty containers too."""
     found: list[Any] = []
-    jax.tree.map(lambda _, arg: found.append(arg), item, save_args)
+
+    def visit(leaf: Any, arg: Any) -> None:
+        if jax.tree.leaves(leaf):
+            found.append(arg)
+
+    jax.tree.map(visit, item, save_args, is_leaf=stock.utils.is_empty_or_leaf)
     return found
 
 
-class FlashpointPyTreeHandler(ocp.PyTreeCheckpointHandler):
+class _Settling:
+    """What a handler refuses in the caller's thread leaves none of Orbax's threads behind."""
+
+    async def async_save(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super().async_save(*args, **kwargs)  # type: ignore[misc]
+        except Exception:
+            await asyncio.to_thread(settle)
+            raise
+
+
+class FlashpointPyTreeHandler(_Settling, ocp.PyTreeCheckpointHandler):
     """`ocp.PyTreeCheckpointHandler`, from memory.
 
     Args:
         multiprocessing_options: as given to the manager; ``primary_host=None`` for a folder on each host.
+        ts_checksums: store zarr v3 with crc32c, which stock TensorStore and Orbax verify as they read; saving
+            costs one more pass over the bytes, in the background.
+        stock: other arguments of `ocp.PyTreeCheckpointHandler`, such as ``pytree_metadata_options``.
         settings: fields of `flashpoint.FlashpointConfig`.
     """
 
     def __init__(
-        self, *, multiprocessing_options: Any = None, config: FlashpointConfig | None = None, **settings: Any
+        self,
+        *,
+        multiprocessing_options: Any = None,
+        config: FlashpointConfig | None = None,
+        ts_checksums: bool = False,
+        stock: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         options = multiprocessing_options or ocp.options.MultiprocessingOptions()
-        impl = _Impl(config=config or orbax_config(**settings), multiprocessing_options=options)
+        impl = PyTreeImpl(
+            config=config or orbax_config(**settings),
+            multiprocessing_options=options,
+            ts_checksums=ts_checksums,
+            **(stock or {}),
+        )
         super().__init__(
             multiprocessing_options=options, handler_impl=impl, type_handler_registry=impl.registry
         )
@@ -274,24 +310,31 @@ class FlashpointPyTreeHandler(ocp.PyTreeCheckpointHandler):
         self.typestr = ocp.PyTreeCheckpointHandler.typestr
 
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        if not holds_blobs(directory):
+        if not is_ours(directory):
             return super().restore(directory, *args, **kwargs)
         with self._handler_impl.opened(
             directory
-        ):  # for transforms, which do not pass through `_Impl.restore`
+        ):  # for transforms, which do not pass through `PyTreeImpl.restore`
             return super().restore(directory, *args, **kwargs)
 
 
-class FlashpointStandardHandler(ocp.StandardCheckpointHandler):
+class FlashpointStandardHandler(_Settling, ocp.StandardCheckpointHandler):
     """`ocp.StandardCheckpointHandler`, from memory; arguments as `FlashpointPyTreeHandler`."""
 
     def __init__(
-        self, *, multiprocessing_options: Any = None, config: FlashpointConfig | None = None, **settings: Any
+        self,
+        *,
+        multiprocessing_options: Any = None,
+        config: FlashpointConfig | None = None,
+        ts_checksums: bool = False,
+        **settings: Any,
     ) -> None:
         options = multiprocessing_options or ocp.options.MultiprocessingOptions()
         super().__init__(multiprocessing_options=options)
         self._impl = FlashpointPyTreeHandler(
-            multiprocessing_options=options, config=config or orbax_config(**settings)
+            multiprocessing_options=options,
+            config=config or orbax_config(**settings),
+            ts_checksums=ts_checksums,
         )
         self.typestr = ocp.StandardCheckpointHandler.typestr
 
@@ -339,11 +382,12 @@ class FlashpointRestore(ocp.args.StandardRestore):
     """What to restore: the fields of `ocp.args.StandardRestore`."""
 
 
-def registry(*, multiprocessing_options: Any = None, **settings: Any) -> Any:
+def registry(*, multiprocessing_options: Any = None, ts_checksums: bool = False, **settings: Any) -> Any:
     """Handlers for ``ocp.CheckpointManager(root, handler_registry=...)``: the one line that a program changes.
 
     Args:
         multiprocessing_options: those of the manager's options, where there are any.
+        ts_checksums: store zarr v3 with crc32c (see `FlashpointPyTreeHandler`).
         settings: fields of `flashpoint.FlashpointConfig`, such as ``verify``; what is not given comes from
             ``FLASHPOINT_*`` variables.
 
@@ -352,7 +396,7 @@ def registry(*, multiprocessing_options: Any = None, **settings: Any) -> Any:
     """
     config = orbax_config(**settings)
     made: dict[type[Any], Any] = {
-        kind: kind(multiprocessing_options=multiprocessing_options, config=config)
+        kind: kind(multiprocessing_options=multiprocessing_options, config=config, ts_checksums=ts_checksums)
         for kind in (FlashpointStandardHandler, FlashpointPyTreeHandler, FlashpointCheckpointHandler)
     }
     found = ocp.handlers.DefaultCheckpointHandlerRegistry()

@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from orbax.checkpoint._src.metadata import value as value_metadata
 from orbax.checkpoint._src.serialization import types as orbax_types
 
 from flashpoint.view import CheckpointView
-from flashpoint_jax.restore import Target, restore_arrays, stored
+from flashpoint_jax.restore import Stored, Target, restore_arrays, stored
 from flashpoint_jax.sidecars import read_key_impls, read_shardings
 
 
@@ -93,14 +94,21 @@ class _Blobs:
         self._folders = folders
         self._threads = threads
 
-
-class BlobArrays(_Blobs, type_handlers.ArrayHandler):
-    """`jax.Array`, random keys among them."""
-
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
         view = self._folders.view_of(infos[0])
         if view is None:
             return await self._stock.deserialize(infos, args)  # type: ignore[no-any-return]
+        return self.read(view, infos, args)
+
+    def read(self, view: CheckpointView, infos: Sequence[Any], args: Sequence[Any] | None) -> Sequence[Any]:
+        """What `deserialize` gives, from an opened version; of ``infos`` name and parent_dir are looked at."""
+        raise NotImplementedError
+
+
+class BlobArrays(_Blobs, type_handlers.ArrayHandler):
+    """`jax.Array`, random keys among them."""
+
+    def read(self, view: CheckpointView, infos: Sequence[Any], args: Sequence[Any] | None) -> Sequence[Any]:
         if args is None:
             raise ValueError("Must provide ArrayRestoreArgs to restore as jax.Array.")
         orbax_types.check_input_arguments(infos, args)
@@ -144,10 +152,7 @@ class BlobArrays(_Blobs, type_handlers.ArrayHandler):
 class BlobNumpy(_Blobs, type_handlers.NumpyHandler):
     """numpy arrays."""
 
-    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
-        view = self._folders.view_of(infos[0])
-        if view is None:
-            return await self._stock.deserialize(infos, args)  # type: ignore[no-any-return]
+    def read(self, view: CheckpointView, infos: Sequence[Any], args: Sequence[Any] | None) -> Sequence[Any]:
         return _numpy(view, infos, args, self._threads)
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
@@ -160,10 +165,7 @@ class BlobNumpy(_Blobs, type_handlers.NumpyHandler):
 class BlobScalars(_Blobs, type_handlers.ScalarHandler):
     """Python's numbers, and numpy's."""
 
-    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
-        view = self._folders.view_of(infos[0])
-        if view is None:
-            return await self._stock.deserialize(infos, args)  # type: ignore[no-any-return]
+    def read(self, view: CheckpointView, infos: Sequence[Any], args: Sequence[Any] | None) -> Sequence[Any]:
         found = []
         for n, array in enumerate(_numpy(view, infos, args, 1)):
             if array.ndim:
@@ -191,7 +193,7 @@ _OURS: dict[type, type[Any]] = {
 }
 
 
-def is_ours(handler: Any) -> bool:
+def can_store(handler: Any) -> bool:
     """Whether a handler's leaves can be stored in blobs."""
     return isinstance(handler, _Blobs)
 
@@ -216,6 +218,14 @@ def _sharding_of(arg: Any) -> Any:
 def _saved_sharding(text: str) -> Any:
     """The sharding that an array was saved with; devices that are no more are an error in Orbax's words."""
     return sharding_metadata.from_serialized_string(text).to_jax_sharding()
+
+
+def target_of(name: str, leaf: Any) -> Target:
+    """What a leaf of an abstract tree is restored as."""
+    sharding = _sharding_of(leaf)
+    if sharding is None:
+        return Target(name)
+    return _target(name, SimpleNamespace(global_shape=leaf.shape, dtype=leaf.dtype), sharding)
 
 
 def _target(name: str, arg: Any, sharding: Any) -> Target:
@@ -254,15 +264,27 @@ def _array_metadata(view: CheckpointView, info: Any, sharding: Any) -> Any:
         storage=value_metadata.StorageMetadata(
             chunk_shape=known.chunk_shape,
             write_shape=info.write_shape,
-            zarr_metadata=value_metadata.Zarr2Metadata(
-                shape=known.shape,
-                dtype=known.dtype.str if known.dtype.isbuiltin == 1 else known.dtype.name,
-                chunk_shape=known.chunk_shape,
-                compression=None,
-                order="C",
-                dimension_separator=".",
-            ),
+            zarr_metadata=_zarr_metadata(known, is_v3=bool(info.use_zarr3)),
         ),
+    )
+
+
+def _zarr_metadata(known: Stored, *, is_v3: bool) -> Any:
+    if is_v3:
+        return value_metadata.Zarr3Metadata(
+            shape=known.shape,
+            dtype=known.dtype.name,
+            chunk_shape=known.chunk_shape,
+            compression=None,
+            inner_chunk_shape=None,
+        )
+    return value_metadata.Zarr2Metadata(
+        shape=known.shape,
+        dtype=known.dtype.str if known.dtype.isbuiltin == 1 else known.dtype.name,
+        chunk_shape=known.chunk_shape,
+        compression=None,
+        order="C",
+        dimension_separator=".",
     )
 
 

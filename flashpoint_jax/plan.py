@@ -108,18 +108,19 @@ class StatePlan:
 
 
 @gc_paused()
-def plan_state(item: Any, casts: Sequence[Any], writers: Writers) -> StatePlan:
+def plan_state(item: Any, casts: Sequence[Any], writers: Writers, *, trailer_bytes: int = 0) -> StatePlan:
     """Plan a pytree.
 
     Args:
         casts: the dtype to store each leaf as, None for its own; may be empty.
+        trailer_bytes: room behind every shard (see `plan_layout`).
 
     Raises:
         ValueError: an array that no checkpoint can hold, in Orbax's own words.
         LayoutError: two leaves have one name.
     """
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(item)
-    paths = [tuple(str(_key_name(key)) for key in path) for path, _ in with_paths]
+    paths = [path_of(keys) for keys, _ in with_paths]
     leaves = [leaf for _, leaf in with_paths]
     names = [".".join(path) for path in paths]
     kinds = [kind_of(leaf) for leaf in leaves]
@@ -146,7 +147,7 @@ def plan_state(item: Any, casts: Sequence[Any], writers: Writers) -> StatePlan:
         kinds=kinds,
         names=names,
         casts=casts,
-        layout=plan_layout(entries),
+        layout=plan_layout(entries, trailer_bytes=trailer_bytes),
         sources=sources,
         arrays=arrays,
         _traits=_traits_of(leaves, kinds),
@@ -247,6 +248,11 @@ def _entry(info: ArrayInfo, box: Box, path: tuple[str, ...]) -> Entry:
     return Entry(info.name, info.dtype, box.shape, box.start, info.shape, path)
 
 
+def path_of(keys: Sequence[Any]) -> tuple[str, ...]:
+    """The way through a tree, as Orbax names its steps; joined by dots, the name of the leaf."""
+    return tuple(str(_key_name(key)) for key in keys)
+
+
 def _key_name(key: Any) -> Any:
     """What Orbax calls a step of the way through a tree."""
     for attribute in ("key", "idx", "name"):  # DictKey and FlattenedIndexKey, SequenceKey, GetAttrKey
@@ -274,10 +280,15 @@ def _traits_of(leaves: Sequence[Any], kinds: Sequence[str]) -> tuple[Any, ...]:
 
 
 class PlanCache:
-    """The last plan of a state, remade when anything about the state changes."""
+    """The last plan of a state, remade when anything about the state changes.
 
-    def __init__(self) -> None:
+    Args:
+        trailer_bytes: room behind every shard.
+    """
+
+    def __init__(self, *, trailer_bytes: int = 0) -> None:
         self._last: StatePlan | None = None
+        self._trailer_bytes = trailer_bytes
 
     def plan(self, item: Any, casts: Sequence[Any], writers: Writers) -> tuple[StatePlan, list[Any]]:
         """The plan of ``item`` and its leaves."""
@@ -285,7 +296,7 @@ class PlanCache:
         if self._last is None or not (
             len(leaves) == len(self._last.kinds) and self._last.match(leaves, treedef, casts)
         ):
-            self._last = plan_state(item, casts, writers)
+            self._last = plan_state(item, casts, writers, trailer_bytes=self._trailer_bytes)
         elif any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array)):
             plan_state(item, casts, writers)  # says which
         return self._last, leaves

@@ -7,6 +7,7 @@ with an array: what training donates or overwrites next is its own again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import jax
@@ -49,13 +50,24 @@ def start_copies(plan: StatePlan, leaves: Sequence[Any]) -> list[Any]:
     return on_way
 
 
-def stage_into(buffer: BufferObject, layout: ObjectLayout, sources: list[Any]) -> None:
-    """Copy what `start_copies` gave to its place in the buffer; takes it from the list, piece by piece."""
+def stage_into(buffer: BufferObject, layout: ObjectLayout, sources: list[Any], *, threads: int = 1) -> None:
+    """Copy what `start_copies` gave to its place in the buffer; takes it from the list, piece by piece.
+
+    Args:
+        threads: that share the large arrays, while this one copies the small.
+    """
     views = views_of(buffer, layout)
-    for n, view in enumerate(views):
-        # Let go at once: on a CPU this is a view of the array, and what is viewed cannot be donated.
-        source, sources[n] = sources[n], None
-        copy_into(view, np.asarray(source))
+    with ThreadPoolExecutor(threads, thread_name_prefix="flashpoint-stage") as pool:
+        copies = []
+        for n, view in enumerate(views):
+            # Let go at once: on a CPU this is a view of the array, and what is viewed cannot be donated.
+            source, sources[n] = sources[n], None
+            if threads > 1 and view.nbytes > _SMALL_BYTES_MAX:
+                copies.append(pool.submit(copy_into, view, np.asarray(source)))
+            else:
+                copy_into(view, np.asarray(source))
+        while copies:
+            copies.pop().result()
     sources.clear()
 
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from flashpoint.gc_pause import gc_paused
 from flashpoint.manifest import Manifest, ObjectRecord
 from flashpoint.recovery import preferred_entries, values_source
+from flashpoint.telemetry import warn_once
 from flashpoint_torch.dtypes import TORCH_DTYPES
 from flashpoint_torch.tree import dcp_path
 
@@ -32,6 +33,13 @@ def metadata_of(manifest: Manifest, rank: int, *, checkpoint_id: str) -> Metadat
     for name in manifest.by_name:
         entries = [manifest.entry(*found) for found in preferred_entries(manifest, name, rank)]
         first = entries[0]
+        if not first.codec and first.dtype not in TORCH_DTYPES:
+            warn_once(
+                f"dtype:{manifest.digest}",
+                f"step {manifest.step} holds {name[:200]!r} of dtype {first.dtype}, which torch has no tensors "
+                "for: it is as if it were not there, and so are others of its kind",
+            )
+            continue
         planner_data[name] = dcp_path(first.tree_path)
         if first.codec:
             state[name] = BytesStorageMetadata()

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
 
 from flashpoint.errors import FlashpointError, MismatchError
-from flashpoint.ids import CheckpointContainerId
+from flashpoint.located import container_at
 from flashpoint.manifest import plain_value
 from flashpoint.recovery import DIFFERENCES_SHOWN_MAX
 from flashpoint.view import CheckpointView, open_container
@@ -28,7 +28,8 @@ class FlashpointReader(StorageReader):
     """Loads a version with ``dcp.load``, from whichever objects of this host hold what is wanted.
 
     Args:
-        path: of the container; ``checkpoint_id`` of ``dcp.load`` overrides it.
+        path: of the container, or of an Orbax item that Flashpoint wrote; ``checkpoint_id`` of ``dcp.load``
+            overrides it.
         verify: check every byte that is read against its digest, before any tensor is touched.
         cast: convert silently where a tensor's dtype differs from the stored one, as stock DCP does.
         allow_pickle: unpickle stored values that are not plain data, with everything that pickle can do.
@@ -100,7 +101,7 @@ class FlashpointReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         try:
-            CheckpointContainerId.parse(checkpoint_id)
+            container_at(checkpoint_id)
         except FlashpointError:
             return False
         return True

@@ -14,7 +14,16 @@ from flashpoint.errors import FlashpointError, MismatchError
 from flashpoint.gc_pause import gc_paused
 from flashpoint.layout import ObjectLayout, Path
 from flashpoint.manifest import ObjectRecord, plain_value
-from flashpoint.recovery import Read, differences, mismatch, plan_reads, preferred_entries, values_source
+from flashpoint.recovery import (
+    Read,
+    differences,
+    left_out,
+    left_out_sentences,
+    mismatch,
+    plan_reads,
+    preferred_entries,
+    values_source,
+)
 from flashpoint.retrieval import Need, needs_of_reads
 from flashpoint.view import CheckpointView
 from flashpoint_torch.dtypes import TORCH_DTYPES
@@ -27,11 +36,13 @@ from flashpoint_torch.tree import Skeleton, put, resolve_stateful
 class Restore:
     """One state and one version: first `check` that they fit, then `fill`.
 
+    Attributes:
+        left_out: names that the version holds and the state does not, from `check` on.
+
     Args:
         state: as it was given to a save.
         view: the version, opened by this rank.
         plans: the session's plan cache: a state that is filled now is likely to be saved next.
-        partial: whether the state may leave out what the version holds.
         allow_pickle: whether stored Python objects may be unpickled without restriction.
     """
 
@@ -41,7 +52,6 @@ class Restore:
         view: CheckpointView,
         *,
         plans: PlanCache,
-        partial: bool = False,
         allow_pickle: bool = False,
     ) -> None:
         self._state = state
@@ -49,10 +59,10 @@ class Restore:
         self._stateful = [key for key, value in state.items() if self._resolved[key] is not value]
         self._plans = plans
         self._view = view
-        self._partial = partial
         self._allow_pickle = allow_pickle
         self._completed: list[dict[Any, Any]] = []
         self._planned = False
+        self.left_out: list[str] = []
 
     @property
     def nbytes(self) -> int:
@@ -120,9 +130,10 @@ class Restore:
         # An object of this rank with the very layout that the state has fits without a look at each entry.
         entries = [] if self._own_object() is not None else plan.entries
         value_names = [plan.names[i] for i in plan.value_leaves]
-        found = differences(manifest, entries, value_names, rank, known=plan.names, partial=self._partial)
+        found = differences(manifest, entries, value_names, rank)
+        self.left_out = left_out(manifest, set(plan.names), rank)
         if found:
-            raise mismatch(manifest, found, rank)
+            raise mismatch(manifest, found + left_out_sentences(self.left_out), rank)
 
     def fill(self) -> None:
         """Copy every tensor and set every value; call ``load_state_dict`` of what is Stateful."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,6 +27,7 @@ from flashpoint.errors import (
     DeadlineError,
     FlashpointError,
     NoSpaceError,
+    RecoveryError,
     SaveError,
     reason_of,
 )
@@ -36,6 +38,7 @@ from flashpoint.layout import plan_layout
 from flashpoint.loader import MLFlashpointCheckpointLoader
 from flashpoint.memory import human_bytes
 from flashpoint.peers import Needs
+from flashpoint.recovery import left_out, left_out_sentences, mismatch
 from flashpoint.replication.orders import StorageReport
 from flashpoint.retention import NOTHING, Version
 from flashpoint.retrieval import Need
@@ -417,7 +420,8 @@ class Flashpoint:
                 Stateful objects get ``load_state_dict``. A mapping that is empty, such as the ``state``
                 of a fresh optimizer, gets whatever the version holds there.
             step: this step, instead of the newest.
-            partial: allow the state to leave out names that the version holds.
+            partial: allow all ranks to leave out names that the version holds. Without it, a rank may leave out
+                what another one's state has, such as the layers of another stage.
             fallback: where memory, and the ``storage`` of the configuration, have nothing: the path of a
                 checkpoint that ``dcp.load`` reads, or what to call with the state: it fills it, and returns
                 the step (or None, if there is nothing there either).
@@ -428,6 +432,8 @@ class Flashpoint:
         Raises:
             MismatchError: names, shapes or dtypes differ; the message lists the first ten.
             CheckpointNotFoundError: the ``step`` asked for cannot be loaded.
+            RecoveryError: there are versions, but none could be loaded, for a reason that may pass, such as no
+                space for what a replaced node lacks; and there is no fallback.
         """
         self._check_open()
         start_s = time.perf_counter()
@@ -438,7 +444,7 @@ class Flashpoint:
         def needs(view: CheckpointView) -> Sequence[Need]:
             for restore in restores:
                 restore.undo()  # of a version that was not to be had
-            restores[:] = [self._restore(state, view, partial)]
+            restores[:] = [self._restore(state, view)]
             return restores[0].needs()
 
         with timings.span("find"):
@@ -464,17 +470,19 @@ class Flashpoint:
             restore: Restore | None = None
             error: Exception | None = None
             try:
-                restore = restores[0] if restores else self._restore(state, view, partial)
+                restore = restores[0] if restores else self._restore(state, view)
                 restore.check()
             except Exception as failure:  # whatever a user's state_dict may raise
                 error = failure
             try:
                 self._agree("recover", error)
+                assert restore is not None
+                if not partial:
+                    self._check_nothing_is_left_out(view, restore.left_out)
             except FlashpointError:
                 if restore is not None:
                     restore.undo()
                 raise
-            assert restore is not None
             try:
                 restore.fill()
             except Exception as failure:  # whatever a user's load_state_dict may raise
@@ -491,8 +499,29 @@ class Flashpoint:
         logger.info("step %d was recovered from %s in %.3f s", version.step, place, seconds)
         return RecoverResult(version.step, tier, seconds, restore.nbytes, timings)
 
-    def _restore(self, state: Mapping[str, Any], view: CheckpointView, partial: bool) -> Restore:
-        return Restore(state, view, plans=self._plans, partial=partial, allow_pickle=self.config.allow_pickle)
+    def _restore(self, state: Mapping[str, Any], view: CheckpointView) -> Restore:
+        return Restore(state, view, plans=self._plans, allow_pickle=self.config.allow_pickle)
+
+    def _check_nothing_is_left_out(self, view: CheckpointView, names: Sequence[str]) -> None:
+        """Raise on every rank if the version holds a name that no rank's state has.
+
+        One rank may well leave out what another has: a stage of a pipeline, an expert.
+
+        Args:
+            names: what this rank's state leaves out.
+        """
+        rank = self._coordinator.rank
+        everything = left_out(view.manifest, (), rank)
+        mine = set(names)
+        bits = np.packbits([name in mine for name in everything]).tobytes() if names else b""
+        answers = self._all_gather("left-out", bits)
+        if not all(answers):
+            return
+        by_all = np.bitwise_and.reduce([np.frombuffer(answer, np.uint8) for answer in answers])
+        flags = np.unpackbits(by_all, count=len(everything))
+        found = [name for name, flag in zip(everything, flags, strict=True) if flag]
+        if found:
+            raise mismatch(view.manifest, left_out_sentences(found), rank)
 
     def _from_storage(self, needs: Needs, step: int | None) -> CheckpointView | None:
         assert self._storage is not None
@@ -514,6 +543,12 @@ class Flashpoint:
     ) -> RecoverResult | None:
         """Load from long-term storage, since no node's memory has a version that every rank can use."""
         if fallback is None:
+            if self._loader.unloadable:
+                raise RecoveryError(
+                    f"rank {self._coordinator.rank}: steps {self._loader.unloadable} are below {self.job_root} or on "
+                    "its peers, but none could be loaded; the warnings before this say why. Mend that and start "
+                    "again, pass a fallback, or remove the steps to start from scratch"
+                )
             return None
         logger.warning("memory holds no usable checkpoint below %s: falling back to storage", self.job_root)
         error: Exception | None = None
@@ -536,13 +571,15 @@ class Flashpoint:
 
     def _agree(self, topic: str, error: Exception | None) -> None:
         """Raise on every rank what any rank found."""
-        self._agreements += 1
-        answers = self._coordinator.all_gather(
-            f"{topic}/{self._agreements}",
-            b"" if error is None else reason_of(error).encode(errors="replace"),
-            self.config.recovery_timeout_s,
-        )
+        reason = b"" if error is None else reason_of(error).encode(errors="replace")
+        answers = self._all_gather(topic, reason)
         raise_any(error, {rank: answer.decode() for rank, answer in enumerate(answers) if answer})
+
+    def _all_gather(self, topic: str, data: bytes) -> list[bytes]:
+        self._agreements += 1
+        return self._coordinator.all_gather(
+            f"{topic}/{self._agreements}", data, self.config.recovery_timeout_s
+        )
 
     # ---- life -----------------------------------------------------------------------------------
 

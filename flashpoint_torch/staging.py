@@ -57,9 +57,12 @@ def tensors_over(data: Bytes, layout: ObjectLayout) -> list[torch.Tensor]:
         # Read-only memory: these tensors are only ever copied from.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         for entry, begin, end in zip(layout.entries, layout.begins, layout.ends, strict=True):
-            dtype = TORCH_DTYPES[entry.dtype]
+            dtype = TORCH_DTYPES.get(entry.dtype)
             if begin == end:
-                tensors.append(torch.empty(entry.shape, dtype=dtype))
+                tensors.append(torch.empty(entry.shape, dtype=dtype or torch.uint8))
+                continue
+            if dtype is None:  # one of JAX's alone: its bytes, which nobody asks for
+                tensors.append(torch.frombuffer(data, dtype=torch.uint8, count=end - begin, offset=begin))
                 continue
             flat = torch.frombuffer(data, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=begin)
             tensors.append(flat.view(entry.shape))

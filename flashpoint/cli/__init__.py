@@ -1,4 +1,4 @@
-"""The command line: ``python -m flashpoint ls | inspect | verify | agent``, also installed as ``flashpoint``.
+"""The command line: ``python -m flashpoint ls | inspect | verify | ...``, also installed as ``flashpoint``.
 
 A command is one module of this package, with four names: `NAME` and `HELP`, ``configure(parser)`` for
 its arguments, and ``run(args)``, which returns the exit code; its docstring is its ``--help`` page. To
@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import flashpoint
-from flashpoint.cli import agent, inspect, ls, verify
+from flashpoint.cli import agent, inspect, ls, simulate, verify
 from flashpoint.cli.output import printable
 from flashpoint.errors import CorruptObjectError, FlashpointError, ManifestError
 
-COMMANDS: Final = (ls, inspect, verify, agent)
+COMMANDS: Final = (ls, inspect, verify, agent, simulate)
 
 FINE: Final = 0
 CORRUPT: Final = 1
@@ -32,7 +32,7 @@ INTERRUPTED: Final = 130
 _EPILOG: Final = """\
 exit codes:
   0   fine
-  1   something is corrupt
+  1   something is corrupt, or (simulate) an invariant was broken
   2   wrong usage, not found, or (verify) unfinished
   3   (agent) the job root has another agent
   70  a bug in flashpoint: please report the traceback

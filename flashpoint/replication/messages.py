@@ -106,6 +106,12 @@ class Met(Message, frozen=True, tag="met"):
     key: Key
 
 
+class Retract(Message, frozen=True, tag="retract"):
+    """To the leader: I want to give this version up, so count on my `Met` no more."""
+
+    key: Key
+
+
 class Farewell(Message, frozen=True, tag="farewell"):
     """My job is done and so am I: I need nothing of you any more, and go when you have said the same."""
 
@@ -166,6 +172,12 @@ class Outcome(Message, frozen=True, tag="outcome"):
     replicated: bool
 
 
+class Retracted(Message, frozen=True, tag="retracted"):
+    """From the leader: this version was not replicated, and never will be."""
+
+    key: Key
+
+
 class Heard(Message, frozen=True, tag="heard"):
     """The answer to `Farewell`."""
 
@@ -195,8 +207,8 @@ class Refused(Message, frozen=True, tag="refused"):
     request: Count = 0
 
 
-Request = Hello | Offer | Query | Withdraw | Met | Farewell
-Reply = Welcome | Accepted | Held | Holdings | Withdrawn | Outcome | Heard | Refused
+Request = Hello | Offer | Query | Withdraw | Met | Retract | Farewell
+Reply = Welcome | Accepted | Held | Holdings | Withdrawn | Outcome | Retracted | Heard | Refused
 BulkReply = Data | Refused
 
 _T = TypeVar("_T")

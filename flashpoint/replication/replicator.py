@@ -5,6 +5,8 @@
     source <-held------  holder    I have them, verified
     node   --met------>  leader    my objects are held wherever they should be
     node   <-outcome---  leader    every node has met: the version is replicated
+    node   --retract-->  leader    I said met, and would give the version up now
+    node   <-retracted-  leader    do: it was not replicated, and will not be
 
     node   --farewell--> neighbour my job is done, and I need nothing of you any more
     node   <-heard-----  neighbour
@@ -37,6 +39,8 @@ from flashpoint.replication.messages import (
     Refused,
     Reply,
     Request,
+    Retract,
+    Retracted,
     Withdraw,
     Withdrawn,
 )
@@ -136,6 +140,8 @@ class Note(NamedTuple):
     text: str
 
 
+_RETRACTS_MAX: Final = 2  # versions to be given up that wait for the leader's word
+
 Effect = Say | Answer | Acquire | Delete | GiveUp | Announce | Note
 
 
@@ -195,6 +201,13 @@ class Replicator:
         self._settled: Version | None = None
         self._met_by: dict[Key, set[int]] = {}
         self._met: dict[Key, _Repeat] = {}
+        # What this node has told the leader to be met, or may have told it before it was started again. The
+        # leader may call it replicated any moment, and others then rely on it.
+        self._promised: set[Key] = set()
+        self._inherited: set[Key] | None = None
+        self._retracts: dict[Key, _Repeat] = {}
+        self._retracted: set[Key] = set()
+        self._retracted_by: dict[Key, set[int]] = {}
         self._replicated: set[Key] = set()
         self._confirmed: set[Key] = set()  # and those of which this leader's agent knows
         self._released = False
@@ -208,6 +221,8 @@ class Replicator:
     def found(self, local: Mapping[Key, Local], now_s: float) -> list[Effect]:
         """What lies in this node's memory now, of versions without markers."""
         self._local = dict(local)
+        if self._inherited is None:
+            self._inherited = {key for key in local if key.epoch == self.membership.epoch}
         for gone in self._copies.keys() - local.keys():
             del self._copies[gone]
         for gone in self._met.keys() - local.keys():
@@ -215,10 +230,13 @@ class Replicator:
         # Others may have met what this node has not looked at yet; what is older than all here is past.
         oldest = min(local, default=None)
         self._met_by = {key: met for key, met in self._met_by.items() if oldest is None or key >= oldest}
-        while len(self._met_by) > limits.VERSIONS_MAX:
-            del self._met_by[min(self._met_by)]
-        self._replicated &= local.keys()
-        self._confirmed &= local.keys()
+        self._retracted_by = {k: by for k, by in self._retracted_by.items() if oldest is None or k >= oldest}
+        for told in (self._met_by, self._retracted_by):
+            while len(told) > limits.VERSIONS_MAX:
+                del told[min(told)]
+        for keys in (self._replicated, self._confirmed, self._promised, self._inherited, self._retracted):
+            keys &= local.keys()
+        self._retracts = {key: repeat for key, repeat in self._retracts.items() if key in local}
         return self.tick(now_s)
 
     def completed(self, version: Version, now_s: float) -> list[Effect]:
@@ -244,6 +262,8 @@ class Replicator:
             return self._asked_to_withdraw(index, message)
         if isinstance(message, Met):
             return self._heard_met(index, message.key)
+        if isinstance(message, Retract):
+            return self._heard_retract(index, message.key)
         if isinstance(message, Farewell):
             self._heard_of.add(index)
             return [Answer(index, Heard())]
@@ -256,6 +276,14 @@ class Replicator:
             return []
         if isinstance(message, Outcome):
             return self._heard_outcome(index, message)
+        if isinstance(message, Retracted):
+            return self._heard_retracted(index, message.key)
+        if isinstance(message, Refused) and message.about == "retract" and message.key in self._retracts:
+            # It stays until a newer one is replicated; there are no more of these than the leader began with.
+            del self._retracts[message.key]
+            if self._inherited is not None:
+                self._inherited.add(message.key)
+            return []
         key: Key | None = getattr(message, "key", None)
         copies = self._copies.get(key, {}).get(index) if key is not None else None
         if key is None or copies is None:
@@ -312,7 +340,12 @@ class Replicator:
         for key in [*self._wanted(), *self._unconfirmed()]:
             if self._is_met(key):
                 effects += self._report_met(key, now_s)
-        return effects + self._give_up() + self._say_farewell(now_s)
+        effects += self._give_up()
+        for key, repeat in self._retracts.items():
+            if repeat.is_due(now_s):
+                repeat.told(now_s)
+                effects.append(Say(self.membership.leader, Retract(key)))
+        return effects + self._say_farewell(now_s)
 
     # ---- as a source ------------------------------------------------------------------------------
 
@@ -369,11 +402,20 @@ class Replicator:
         leader = self.membership.leader
         if self.index == leader:
             return self._heard_met(leader, key)
+        if not self._may_promise(key):
+            return []
+        self._promised.add(key)
         repeat = self._met.setdefault(key, _Repeat())
         if not repeat.is_due(now_s):
             return []
         repeat.told(now_s)
         return [Say(leader, Met(key))]
+
+    def _may_promise(self, key: Key) -> bool:
+        if key in self._promised or key in self._replicated:
+            return True
+        # Each of those is memory that waits for the leader's word, and there may be no leader.
+        return key not in self._retracted and len(self._retracts) < _RETRACTS_MAX
 
     # ---- as a holder ------------------------------------------------------------------------------
 
@@ -408,6 +450,8 @@ class Replicator:
         if self.index != self.membership.leader:
             reason = f"node {self.membership.leader} leads, not node {self.index}"
             return [Answer(index, Refused("met", "unknown-node", reason, key))]
+        if index in self._retracted_by.get(key, ()):
+            return [Answer(index, Outcome(key, replicated=False))]  # it comes late
         met = self._met_by.setdefault(key, set())
         met.add(index)
         if len(met) < len(self.membership.members) or key not in self._local:
@@ -416,6 +460,29 @@ class Replicator:
         return effects + [
             Answer(node, Outcome(key, replicated=True)) for node in sorted(met) if node != self.index
         ]
+
+    def _heard_retract(self, index: int, key: Key) -> list[Effect]:
+        if key in self._replicated:
+            return [Answer(index, Outcome(key, replicated=True))]
+        if self.index != self.membership.leader:
+            reason = f"node {self.membership.leader} leads, not node {self.index}"
+            return [Answer(index, Refused("retract", "unknown-node", reason, key))]
+        if self._inherited is None or key in self._inherited:
+            reason = "this leader may have called it replicated before it was started again"
+            return [Answer(index, Refused("retract", "behind", reason, key))]
+        self._met_by.get(key, set()).discard(index)
+        self._retracted_by.setdefault(key, set()).add(index)
+        return [Answer(index, Retracted(key))]
+
+    def _heard_retracted(self, index: int, key: Key) -> list[Effect]:
+        if index != self.membership.leader or key not in self._retracts:
+            return []
+        del self._retracts[key]
+        self._retracted.add(key)
+        self._promised.discard(key)
+        if self._inherited is not None:
+            self._inherited.discard(key)
+        return self._give_up()
 
     def _heard_outcome(self, index: int, outcome: Outcome) -> list[Effect]:
         key = outcome.key
@@ -430,6 +497,7 @@ class Replicator:
         if key in self._replicated or key not in self._local:
             return []
         self._replicated.add(key)
+        self._retracts.pop(key, None)
         return [Announce(key), *self._give_up()]
 
     # ---- leaving ----------------------------------------------------------------------------------
@@ -485,13 +553,29 @@ class Replicator:
 
     def _give_up(self) -> list[Effect]:
         superseded = self._superseded()
-        keys = sorted(key for key in self._local if _version(key) in superseded)
+        keys = sorted(key for key in self._local if _version(key) in superseded and self._is_free(key))
         for key in keys:
             del self._local[key]
             self._copies.pop(key, None)
-            self._replicated.discard(key)
-            self._confirmed.discard(key)
+            self._retracts.pop(key, None)
+            for known in (self._replicated, self._confirmed, self._promised, self._retracted):
+                known.discard(key)
         return [GiveUp(key) for key in keys]
+
+    def _is_free(self, key: Key) -> bool:
+        """Whether nobody may come to rely on a superseded version; if so, the leader is asked for it back.
+
+        Were a version only complete given up after it was told to be met, the leader could still call it
+        replicated, and older ones that are would go for one that is not.
+        """
+        if key in self._replicated or sum(other > key for other in self._replicated) >= self.keep:
+            return True
+        is_inherited = self._inherited is not None and key in self._inherited
+        if self.index == self.membership.leader:
+            return not is_inherited  # the others will tell, if it was replicated
+        if key in self._promised and not is_inherited:
+            self._retracts.setdefault(key, _Repeat())
+        return not is_inherited and key not in self._promised
 
     def _superseded(self) -> list[Version]:
         standings = {_version(key): self.standing(key) for key in self._local}

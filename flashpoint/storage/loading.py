@@ -60,6 +60,9 @@ class _StoredObjects:
             raise ManifestError(f"{self.store.url}/{name} is the manifest of step {manifest.step}")
         return manifest
 
+    def held_objects(self, container: CheckpointContainerId, records: Iterable[ObjectRecord]) -> set[str]:
+        return {record.name for record in records}  # all are within reach
+
     def map_object(
         self, container: CheckpointContainerId, record: ObjectRecord, *, warm: bool = False
     ) -> MappedObject:

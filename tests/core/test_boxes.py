@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashpoint.boxes import Box, covers, overlap
+from flashpoint.boxes import Box, covers, inverse, overlap, untransposed
 
 EXTENT = 5
 
@@ -28,6 +28,20 @@ def cells(box: Box) -> set[tuple[int, ...]]:
 def test_an_overlap_holds_exactly_the_cells_that_both_boxes_have(pair):
     shared = overlap(*pair)
     assert (cells(shared) if shared else set()) == cells(pair[0]) & cells(pair[1])
+
+
+@given(st.integers(0, 4).flatmap(lambda n: st.tuples(boxes(n), st.permutations(range(n)))))
+def test_a_box_of_a_transposed_array_is_found_in_the_array_as_it_was(case):
+    box, axes = case
+    stored = np.arange(EXTENT ** len(axes)).reshape((EXTENT,) * len(axes))
+    turned = stored.transpose(axes)
+    there = untransposed(box, axes)
+    assert np.array_equal(cut(stored, there).transpose(axes), cut(turned, box))
+    assert np.array_equal(turned.transpose(inverse(axes)), stored)
+
+
+def cut(array, box):
+    return array[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))]
 
 
 @given(st.integers(0, 3).flatmap(lambda n: st.tuples(boxes(n), st.lists(boxes(n), max_size=6))))

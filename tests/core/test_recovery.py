@@ -17,7 +17,15 @@ from flashpoint.manifest import (
     encode_values,
     section_digest,
 )
-from flashpoint.recovery import differences, mismatch, plan_reads, preferred_entries, values_source
+from flashpoint.recovery import (
+    differences,
+    left_out,
+    left_out_sentences,
+    mismatch,
+    plan_reads,
+    preferred_entries,
+    values_source,
+)
 
 
 def manifest_of(*ranks: list[Entry], values: tuple[list[Value], ...] = ()) -> Manifest:
@@ -162,10 +170,11 @@ def test_a_state_that_fits_has_no_differences():
     assert differences(STORED, FITTING, ["step", "object", "seed"], 0) == []
 
 
-def test_a_part_of_a_state_fits_if_that_is_allowed():
-    assert differences(STORED, FITTING[:1], [], 0, partial=True) == []
-    found = differences(STORED, FITTING[:1], [], 0)
-    assert [line.partition(":")[0] for line in found] == ["'m'", "'object'", "'s'", "'seed'", "'step'"]
+def test_a_part_of_a_state_fits_and_what_it_leaves_out_is_told():
+    assert differences(STORED, FITTING[:1], [], 0) == []
+    assert left_out(STORED, ["w", "new"], 0) == ["m", "object", "s", "seed", "step"]
+    assert left_out(STORED, ["m", "object", "s", "seed", "step", "w"], 1) == []
+    assert left_out_sentences(["m"]) == ["'m': in the checkpoint, not in the state"]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +189,7 @@ def test_a_part_of_a_state_fits_if_that_is_allowed():
     ],
 )
 def test_each_difference_of_a_tensor_is_a_sentence(target, words):
-    assert differences(STORED, [target], [], 0, partial=True) == [words]
+    assert differences(STORED, [target], [], 0) == [words]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +197,7 @@ def test_each_difference_of_a_tensor_is_a_sentence(target, words):
     [("new", "'new': not in the checkpoint"), ("w", "'w': a tensor there, a plain value here")],
 )
 def test_each_difference_of_a_plain_value_is_a_sentence(name, words):
-    assert differences(STORED, [], [name], 0, partial=True) == [words]
+    assert differences(STORED, [], [name], 0) == [words]
 
 
 def test_the_error_lists_ten_and_counts_the_rest():

@@ -1,6 +1,10 @@
 """Fixtures for tests with JAX; without JAX, Orbax, Flax or Optax all of this folder is skipped."""
 
+import gc
 import os
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -28,6 +32,36 @@ else:
 
 def pytest_report_header() -> str | None:
     return f"tests/jax is skipped: {_MISSING}" if _MISSING else None
+
+
+SETTLE_S = 30.0
+
+
+@pytest.fixture
+def stock_failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests that make stock Orbax fail: it leaves coroutines behind, which complain when they are collected."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    yield
+    gc.collect()
+
+
+def threads_of_saves() -> list[threading.Thread]:
+    """The threads of saves that keep this process alive, Orbax's and ours."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if type(thread).__name__ == "_SignalingThread" or thread.name == "flashpoint_commit"
+    ]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_of_a_save_is_left() -> Iterator[None]:
+    """Whatever became of a test's saves: no thread goes on to wait for them, and keeps the process alive."""
+    yield
+    deadline = time.monotonic() + SETTLE_S
+    while threads_of_saves() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads_of_saves()
 
 
 @pytest.fixture(scope="session")

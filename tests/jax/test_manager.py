@@ -192,6 +192,20 @@ def test_save_args_cast_what_is_stored(job_root: str) -> None:
     assert trees.bits(found["w"]) == trees.bits(state["w"].astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("tree", trees.ALL, ids=str)
+def test_save_args_of_every_kind_of_tree(job_root: str, tree: str) -> None:
+    # Orbax has some of empty containers too, which are no leaves.
+    state = trees.ALL[tree]()
+    save_args = jax.tree.map(lambda _: ocp.SaveArgs(), state)
+    with manager(job_root) as m:
+        m.save(1, args=Args.PyTreeSave(state, save_args=save_args))
+        m.wait_until_finished()
+        assert holds_blobs(f"{job_root}/1/default")
+        wanted = trees.abstract(state)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+        trees.assert_equal(m.restore(1, args=Args.PyTreeRestore(wanted, restore_args=restore_args)), state)
+
+
 def test_a_part_of_a_tree_is_restored(job_root: str) -> None:
     state = {"params": {"w": jnp.arange(4.0), "b": jnp.ones(2)}, "opt": {"mu": jnp.zeros(4)}}
     wanted = {"params": {"w": state["params"]["w"]}}

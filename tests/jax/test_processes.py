@@ -39,14 +39,19 @@ def options(per_host: bool) -> Any:
 
 def manager(root: str, *, per_host: bool = False, settings: dict[str, Any] | None = None, **more: Any) -> Any:
     processes = options(per_host)
+    registry = flashpoint_jax.registry(
+        multiprocessing_options=processes, **{"commit_timeout_s": 10, **(settings or {})}
+    )
+    # With a folder on each host, Orbax has to be told that each writes its own.
+    json = ocp.JsonCheckpointHandler(multiprocessing_options=processes)
+    registry.add("config", Args.JsonSave, json)
+    registry.add("config", Args.JsonRestore, json)
     return ocp.CheckpointManager(
         root,
         options=ocp.CheckpointManagerOptions(
             multiprocessing_options=processes, enable_per_process_directory_creation=per_host, **more
         ),
-        handler_registry=flashpoint_jax.registry(
-            multiprocessing_options=processes, commit_timeout_s=10, **(settings or {})
-        ),
+        handler_registry=registry,
     )
 
 

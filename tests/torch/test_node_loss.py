@@ -14,6 +14,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import flashpoint_torch as fpt
+from flashpoint.errors import RecoveryError
 from flashpoint.replication.placement import Slot, place
 from tests.torch import states
 from tests.torch.faults import JOIN_S, report
@@ -201,6 +202,28 @@ def test_a_node_is_lost_while_replication_is_under_way(tmp_path: Path, seed: int
             "lost while replicating:", rounds=20, between_complete_and_replicated=under_way, steps=lost_steps
         )
         assert under_way > 0
+
+
+def try_to_recover(rank: int, job_root: str, **settings: Any) -> str:
+    """What a fresh process is told where nothing can be loaded; its state is as it was."""
+    with fpt.init(job_root, **settings) as fp:
+        state = blank_state()
+        with pytest.raises(RecoveryError) as failure:
+            fp.recover(state)
+        assert states.same(state, blank_state())
+        return str(failure.value)
+
+
+def test_without_room_for_what_was_lost_nobody_starts_from_scratch(tmp_path: Path) -> None:
+    with Cluster(3) as cluster:
+        save_and_idle(cluster, tmp_path / "log")
+        cluster.lose(0)
+        for text in cluster.run(try_to_recover, memory_limit_bytes=KIB):
+            assert f"steps [{SAVES}] are below" in text
+        for index in range(3):  # whose agents have that limit
+            cluster.nodes[index].kill_agent()
+        for answer in cluster.run(recover):
+            assert (answer["step"], answer["tier"], answer["exact"]) == (SAVES, "peer", True)
 
 
 # ---- the agent ------------------------------------------------------------------------------------

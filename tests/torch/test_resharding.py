@@ -10,7 +10,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+import flashpoint
 import flashpoint_torch as fpt
+from flashpoint.errors import MismatchError
+from flashpoint_torch.plan import PlanCache
+from flashpoint_torch.restore import Restore
 from tests.torch.states import same
 from tests.torch.workers import Workers
 
@@ -153,8 +157,6 @@ def test_every_rank_gets_its_own_and_new_ranks_that_of_the_first(
 
 
 def stored_bytes(job_root: str, make: Callable[[DeviceMesh], DTensor]) -> tuple[int, int]:
-    import flashpoint
-
     mesh = init_device_mesh("cpu", (2, 2))
     state = {f"w{n}": make(mesh) for n in range(16)}
     with fpt.init(job_root) as fp:
@@ -216,3 +218,101 @@ def on_a_part_of_the_ranks(job_root: str) -> None:
 
 def test_a_tensor_that_lives_on_some_of_the_ranks(workers: Workers, job_root: str) -> None:
     workers.run(4, on_a_part_of_the_ranks, job_root)
+
+
+# ---- each rank has names of its own -----------------------------------------------------------------
+
+LAYERS = 8
+
+
+def stage(*, zeros: bool = False) -> dict[str, Any]:
+    """This rank's layers of a pipeline: an even share, the first ranks' somewhat larger."""
+    mine = range(LAYERS)[dist.get_rank() :: dist.get_world_size()]
+    state: dict[str, Any] = {
+        f"layers.{n}": {"weight": torch.zeros(3, 4) if zeros else torch.arange(12.0).view(3, 4) + n}
+        for n in mine
+    }
+    return {**state, "step": 0 if zeros else 5}
+
+
+def save_stage(job_root: str) -> None:
+    with fpt.init(job_root) as fp:
+        assert fp.save(stage(), 5).error is None
+
+
+def load_stage(job_root: str) -> None:
+    with fpt.init(job_root) as fp:
+        state = stage(zeros=True)
+        assert fp.recover(state)
+        assert same(state, stage())
+
+
+def load_all_stages_but_one(job_root: str) -> str:
+    with fpt.init(job_root) as fp:
+        state = stage(zeros=True)
+        state.pop("layers.3", None)
+        with pytest.raises(MismatchError) as failure:
+            fp.recover(state)
+        kept = dict(state)
+        assert fp.recover(state, partial=True)
+        assert kept.keys() == state.keys()
+        return str(failure.value)
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 4])
+def test_stages_of_a_pipeline_are_loaded_by_any_number_of_stages(
+    workers: Workers, job_root: str, saved_by: int
+) -> None:
+    workers.run(saved_by, save_stage, job_root)
+    for loaded_by in (1, 2, 3, 4):
+        workers.run(loaded_by, load_stage, job_root)
+
+
+def test_a_layer_that_no_stage_wants_is_named_on_all_ranks(workers: Workers, job_root: str) -> None:
+    workers.run(2, save_stage, job_root)
+    for text in workers.run(3, load_all_stages_but_one, job_root):
+        assert "in 1 places" in text
+        assert "'layers.3.weight': in the checkpoint, not in the state" in text
+
+
+# ---- how much is read -------------------------------------------------------------------------------
+
+PARAMETERS = {"embedding": (1024, 64), "up": (256, 192), "down": (192, 250), "norm": (192,)}
+
+
+def by_rows(*, zeros: bool = False) -> dict[str, DTensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: distribute_tensor(
+            torch.zeros(shape) if zeros else torch.arange(float(torch.Size(shape).numel())).view(shape),
+            mesh,
+            [S0],
+        )
+        for name, shape in PARAMETERS.items()
+    }
+
+
+def save_rows(job_root: str) -> None:
+    with fpt.init(job_root) as fp:
+        assert fp.save(by_rows(), 1).error is None
+
+
+def load_rows(job_root: str) -> tuple[int, int]:
+    """Bytes of this rank's shards, and bytes read for them."""
+    with fpt.init(job_root) as fp:
+        state = by_rows(zeros=True)
+        with flashpoint.open(fp.path(1), rank=dist.get_rank()) as view:
+            needs = Restore(state, view, plans=PlanCache()).needs()
+        assert fp.recover(state)
+        wanted = by_rows()
+        assert all(same(state[name], wanted[name]) for name in wanted)
+        own = sum(tensor.to_local().nbytes for tensor in state.values())
+        return own, sum(need.end - need.begin for need in needs)
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 3, 4])
+def test_a_rank_reads_what_it_needs_and_hardly_more(workers: Workers, job_root: str, saved_by: int) -> None:
+    workers.run(saved_by, save_rows, job_root)
+    for loaded_by in (1, 2, 3, 4):
+        for own, read in workers.run(loaded_by, load_rows, job_root):
+            assert own <= read <= 1.1 * own, (loaded_by, own, read)

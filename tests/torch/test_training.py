@@ -199,6 +199,17 @@ def test_weights_and_moments_on_another_number_of_ranks(
             assert found == wanted
 
 
+@pytest.mark.parametrize("saved_by", [1, 2, 3, 4])
+def test_every_number_of_ranks_loads_what_any_other_saved(
+    workers: Workers, job_root: str, saved_by: int
+) -> None:
+    workers.run(saved_by, train_and_save, job_root, "fsdp")
+    wanted = workers.run(saved_by, parameters, job_root, "fsdp", "session")[0]
+    for loaded_by in (1, 2, 3, 4):
+        for found in workers.run(loaded_by, parameters, job_root, "fsdp", "session"):
+            assert found == wanted, loaded_by
+
+
 # ---- as on the first page of the README -------------------------------------------------------------
 
 

@@ -220,7 +220,7 @@ def test_one_that_does_not_answer_is_no_agent(agents):
     start = time.monotonic()
     with pytest.raises(ReplicationError, match="did not start: it does not answer within 0.5 s"):
         start_agent(agents, timeout_s=0.5)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     lock.release()
 
 

@@ -80,7 +80,7 @@ def test_an_order_waits_no_longer_than_asked(agent, client):
     with pytest.raises(DeadlineError, match="did not answer Await within 0.3 s"):
         client.order(orders.Await(0, 1, NEVER), 0.3)
     seconds = seconds_of(lambda: client.await_replicated(1, NEVER, 0.3))
-    assert 0.3 <= seconds < 3
+    assert 0.3 <= seconds < 10
 
 
 def test_a_late_answer_goes_to_nobody(agent, client):

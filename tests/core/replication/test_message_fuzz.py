@@ -34,6 +34,8 @@ MESSAGES = (
     messages.Query(KEY),
     messages.Withdraw(KEY, NAMES),
     messages.Met(KEY),
+    messages.Retract(KEY),
+    messages.Farewell(),
     messages.Fetch(7, KEY, NAMES[0], 1 << 20, 2 << 20),
     messages.Welcome(1, 3, 0, "node-0", b"i" * 16, b"s" * 32),
     messages.Accepted(KEY),
@@ -41,6 +43,8 @@ MESSAGES = (
     messages.Holdings(KEY, NAMES),
     messages.Withdrawn(KEY),
     messages.Outcome(KEY, True),
+    messages.Retracted(KEY),
+    messages.Heard(),
     messages.Data(7, 0, 1 << 20),
     messages.Refused("fetch", "busy", "because", KEY, 7),
 )

@@ -17,6 +17,8 @@ from flashpoint.replication.messages import (
     Outcome,
     Query,
     Refused,
+    Retract,
+    Retracted,
     Withdraw,
 )
 from flashpoint.replication.replicator import (
@@ -299,6 +301,63 @@ def test_an_agent_that_is_started_again_learns_what_was_replicated(restarted: in
     world.run(60)
     assert not world.mail
     assert all(node.tick(world.now_s) == [] for node in world.replicators), "something is told for ever"
+
+
+def holding(*steps: int) -> dict[Key, Local]:
+    """Versions of two nodes as node 1 has them, whole."""
+    names = (name(0), name(1))
+    return {key(step): Local(1, names, (name(1),), frozenset(names), True) for step in steps}
+
+
+def said(effects: Iterable[object]) -> list[object]:
+    return [effect.message for effect in effects if isinstance(effect, Say)]
+
+
+def promised_and_superseded() -> Replicator:
+    """Node 1 has told the leader that step 1 is met; then step 2 is complete, and met nowhere."""
+    node = Replicator(membership(2), 1, keep=1)
+    node.found({}, 0.0)
+    node.found(holding(1), 0.0)
+    node.completed(Version(1, 1), 0.0)
+    assert Met(key(1)) in said(node.replied(0, Held(key(1)), 0.1))
+    node.found(holding(1, 2), 0.2)
+    assert said(node.completed(Version(1, 2), 0.3)) == [Retract(key(1))]
+    return node
+
+
+def test_what_was_told_to_be_met_is_asked_back_before_it_is_given_up() -> None:
+    node = promised_and_superseded()
+    assert GiveUp(key(1)) not in node.tick(1.0)
+    assert node.replied(0, Retracted(key(1)), 1.1) == [GiveUp(key(1))]
+
+
+def test_what_turns_out_to_be_replicated_is_not_given_up() -> None:
+    node = promised_and_superseded()
+    assert node.replied(0, Outcome(key(1), replicated=True), 1.1) == [Announce(key(1))]
+    assert GiveUp(key(1)) not in node.tick(1.2)
+
+
+def test_the_leader_counts_on_nobody_who_has_retracted() -> None:
+    leader = Replicator(membership(3), 0, keep=1)
+    leader.found({}, 0.0)
+    assert leader.requested(1, Retract(key(1)), 0.0) == [Answer(1, Retracted(key(1)))]
+    for index in (1, 2):  # the first comes late
+        [answer] = leader.requested(index, Met(key(1)), 0.0)
+        assert answer.message == Outcome(key(1), replicated=False)
+    assert leader._met_by[key(1)] == {2}
+
+
+def test_a_leader_that_was_started_again_lets_go_of_nothing_that_it_may_have_announced() -> None:
+    leader = Replicator(membership(2), 0, keep=1)
+    leader.found(holding(1), 0.0)
+    [answer] = leader.requested(1, Retract(key(1)), 0.0)
+    assert answer.message.code == "behind"
+    leader.completed(Version(1, 1), 0.1)
+    leader.found(holding(1, 2), 0.2)
+    assert GiveUp(key(1)) not in leader.completed(Version(1, 2), 0.3)
+    node = promised_and_superseded()
+    node.replied(0, answer.message, 1.0)
+    assert not {type(effect) for effect in node.tick(50.0)} & {GiveUp, Retract}
 
 
 def test_a_lost_peer_is_offered_everything_again() -> None:
