@@ -254,6 +254,10 @@ class BufferPool:
         """Bytes of tmpfs that the pool files of all owners on this node hold, or are about to."""
         return sum(max(status.st_size, status.st_blocks * 512) for _, status in _files(self.path))
 
+    def linked_bytes(self) -> int:
+        """Bytes of pool files, of all owners on this node, that versions have now."""
+        return sum(status.st_size for _, status in _files(self.path) if status.st_nlink > 1)
+
     def free_files(self) -> int:
         """How many of this owner's files could be recycled now."""
         return sum(status.st_nlink == 1 for _, status in self._own_files())

@@ -17,6 +17,7 @@ from flashpoint.replication import limits
 
 ENV_PREFIX: Final = "FLASHPOINT_"
 AGENTS: Final = ("process", "embedded")
+STORAGES: Final = ("file", "s3", "gs")
 COPIES_MAX: Final = 64
 _UNITS: Final = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -52,6 +53,15 @@ class FlashpointConfig:
         agent_idle_s: how long it stays when no trainer lives and nobody asks it for anything.
         encrypt: seal bulk data between nodes. Messages always are.
         peer_timeout_s: longest that a transfer makes no progress, before it is given up.
+        storage: URL of long-term storage, to which the agent drains versions: ``file:///folder``,
+            ``s3://bucket/prefix`` or ``gs://bucket/prefix``. Empty: there is none.
+        storage_every_n: drain every n-th version; 0 for no such rule.
+        storage_every_s: drain one version in so many seconds; 0 for no such rule. Either rule may trigger; without
+            any, the newest version is drained whenever the one before it is done.
+        storage_keep_last: drained versions to keep; 0 keeps all.
+        storage_keep_every: keep drained versions of steps that this divides for ever; 0 for no such rule.
+        storage_bytes_per_s: most that a node writes to storage; 0 for no limit.
+        storage_timeout_s: longest that storage may make no progress, before a drain is given up and tried again.
     """
 
     keep: int = 1
@@ -76,6 +86,13 @@ class FlashpointConfig:
     agent_idle_s: float = 3600.0
     encrypt: bool = True
     peer_timeout_s: float = 30.0
+    storage: str = ""
+    storage_every_n: int = 0
+    storage_every_s: float = 0.0
+    storage_keep_last: int = 3
+    storage_keep_every: int = 0
+    storage_bytes_per_s: int = 256 << 20
+    storage_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         _at_least("keep", self.keep, 0)
@@ -84,12 +101,12 @@ class FlashpointConfig:
             raise ConfigError(f"chunk_bytes must be a power of two of at least 4096, not {self.chunk_bytes}")
         for name in ("seal_threads", "load_threads"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("commit_timeout_s", "recovery_timeout_s", "peer_timeout_s"):
+        for name in ("commit_timeout_s", "recovery_timeout_s", "peer_timeout_s", "storage_timeout_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(
                     f"{name} must be a positive, finite number of seconds: every wait has a deadline"
                 )
-        for name in ("overlap_wait_s", "recycle_grace_s", "agent_idle_s"):
+        for name in ("overlap_wait_s", "recycle_grace_s", "agent_idle_s", "storage_every_s"):
             _at_least(name, getattr(self, name), 0)
         _at_least("copies", self.copies, 0)
         _at_most("copies", self.copies, COPIES_MAX)
@@ -102,6 +119,9 @@ class FlashpointConfig:
         for name in ("agent_port", "agent_bulk_port"):
             _at_least(name, getattr(self, name), 0)
             _at_most(name, getattr(self, name), 65_535)
+        _storage_url(self.storage)
+        for name in ("storage_every_n", "storage_keep_last", "storage_keep_every", "storage_bytes_per_s"):
+            _at_least(name, getattr(self, name), 0)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> FlashpointConfig:
@@ -131,6 +151,11 @@ class FlashpointConfig:
                 raise ConfigError(f"{source}={value!r}: {error}") from None
         return cls(**settings)
 
+    @property
+    def has_agent(self) -> bool:
+        """Whether each node has an agent: to copy, to drain, or both."""
+        return bool(self.copies or self.storage)
+
     def to_env(self) -> dict[str, str]:
         """These settings as environment variables, for a process to be started: `from_env` gives them back."""
         return {ENV_PREFIX + field.name.upper(): str(getattr(self, field.name)) for field in fields(self)}
@@ -157,7 +182,7 @@ def _convert(source: str, value: Any, kind: type) -> Any:
                 raise ValueError("a number of seconds is wanted")
             return float(value)
         if isinstance(value, str):
-            return parse_bytes(value) if source.lower().endswith("_bytes") else int(value)
+            return parse_bytes(value) if source.lower().endswith(("_bytes", "_bytes_per_s")) else int(value)
         if isinstance(value, bool) or int(value) != value:
             raise ValueError("a whole number is wanted")
         return int(value)
@@ -197,3 +222,16 @@ def _at_most(name: str, value: float, most: float) -> None:
 def _plain(name: str, text: str, chars_max: int) -> None:
     if len(text) > chars_max or not text.isprintable():
         raise ConfigError(f"{name} must be printable text of at most {chars_max} characters")
+
+
+def _storage_url(url: str) -> None:
+    if not url:
+        return
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in STORAGES or not url.isprintable() or len(url) > 4096:
+        known = ", ".join(f"{name}://" for name in STORAGES)
+        raise ConfigError(f"storage must be a URL that begins with one of {known}, not {url!r}")
+    if scheme == "file" and (not rest.startswith("/") or ".." in rest.split("/") or not rest.strip("/")):
+        raise ConfigError(f"storage must name an absolute folder, as in file:///mnt/checkpoints, not {url!r}")
+    if scheme != "file" and not rest.split("/")[0]:
+        raise ConfigError(f"storage must name a bucket, as in {scheme}://bucket/prefix, not {url!r}")

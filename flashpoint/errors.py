@@ -97,6 +97,10 @@ class ReplicationError(FlashpointError):
         return type(self), (str(self), self.code)
 
 
+class StorageError(FlashpointError):
+    """Long-term storage that refuses, fails, or belongs to another job. Memory and training are not touched."""
+
+
 class SaveError(FlashpointError):
     """A save that did not become complete, on any rank.
 

@@ -17,6 +17,8 @@ from flashpoint.replication.keys import JobKeys
 from flashpoint.replication.membership import Member, Membership
 from flashpoint.replication.node import NodeReplication, address_towards
 from flashpoint.retention import Version, newest_first
+from flashpoint.storage import claim
+from flashpoint.storage.records import Owner
 from flashpoint.telemetry import logger, warn_once
 
 
@@ -61,7 +63,7 @@ class Job:
     Attributes:
         epoch: how often the job was started, this time included.
         node_ranks: the ranks that share this node's memory.
-        replication: this node's part in copying, or None for a job without copies.
+        replication: this node's line to its agent, or None for a job without copies and storage.
     """
 
     objects: CheckpointObjectManager
@@ -87,16 +89,21 @@ def open_job(
         FlashpointError: a rank cannot use the job root; the message names it.
     """
     rank, copies = coordinator.rank, config.copies
+    owner: Owner | None = None
     objects: CheckpointObjectManager | None = None
     error: Exception | None = None
     arrival = _Arrival()
     try:
         objects = CheckpointObjectManager(job_root, rank=rank, config=config)
         is_new = False
-        keys = NodeReplication.known_keys(objects.job_root) if copies else None
-        if copies and keys is None and rank == 0:
+        keys = NodeReplication.known_keys(objects.job_root) if config.has_agent else None
+        if config.has_agent and keys is None and rank == 0:
             keys, is_new = JobKeys.generate(), True
-        arrival = _Arrival(objects.node, objects.read_epoch(), keys, is_new)
+        known_epoch = objects.read_epoch()
+        if config.storage and coordinator.local_rank == 0:
+            owner = claim.check(config, objects.job_root)  # now, and not at the first drain
+            known_epoch = max(known_epoch, owner.epoch if owner is not None else 0)
+        arrival = _Arrival(objects.node, known_epoch, keys, is_new)
     except (FlashpointError, OSError) as failure:
         error = failure
         arrival = _Arrival(error=reason_of(failure))
@@ -108,7 +115,7 @@ def open_job(
     ranks_of = {node: tuple(r for r, one in enumerate(arrivals) if one.node == node) for node in nodes}
     ranks_here = ranks_of[objects.node]
     is_first = rank == ranks_here[0]
-    keys = _job_keys(arrivals) if copies else None
+    keys = _job_keys(arrivals) if config.has_agent else None
     replication: NodeReplication | None = None
     ready = _Ready()
     try:
@@ -117,6 +124,8 @@ def open_job(
             objects.drop_fetched()
             objects.pool.drop_ranks_other_than(ranks_here)
             objects.write_epoch(epoch)
+        if config.storage and keys is not None and rank == 0:
+            claim.claim(config, objects.job_root, keys.job, epoch, owner)
         if keys is not None:
             host = config.agent_host or address_towards(leader_host)
             replication = NodeReplication(objects.job_root, config, keys, is_first=is_first, host=host)
@@ -170,7 +179,9 @@ def _start(replication: NodeReplication) -> tuple[str, int, int] | None:
     try:
         return replication.start()
     except (FlashpointError, OSError) as failure:
-        logger.warning("this node has no agent, so its objects get no copies: %s", failure)
+        logger.warning(
+            "this node has no agent, so its objects get no copies, here or in storage: %s", failure
+        )
         return None
 
 

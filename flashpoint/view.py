@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,6 +25,20 @@ from flashpoint.recovery import plan_reads, preferred_entries, values_source
 Array = np.ndarray[Any, Any]
 
 
+class ObjectSource(Protocol):
+    """Where a view's manifest and objects come from: `CheckpointObjectManager`, or long-term storage."""
+
+    config: FlashpointConfig
+
+    def read_manifest(self, container: CheckpointContainerId) -> Manifest: ...
+
+    def held_objects(self, container: CheckpointContainerId, records: Iterable[ObjectRecord]) -> set[str]: ...
+
+    def map_object(
+        self, container: CheckpointContainerId, record: ObjectRecord, *, warm: bool = False
+    ) -> MappedObject: ...
+
+
 class CheckpointView(Mapping[str, Any]):
     """One complete version, opened for reading.
 
@@ -39,7 +53,7 @@ class CheckpointView(Mapping[str, Any]):
 
     def __init__(
         self,
-        objects: CheckpointObjectManager,
+        objects: ObjectSource,
         container: CheckpointContainerId,
         *,
         rank: int = 0,

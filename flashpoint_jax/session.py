@@ -345,7 +345,10 @@ def orbax_config(**settings: Any) -> FlashpointConfig:
     """
     if settings.get("keep") is not None:
         raise ConfigError("keep is Orbax's to decide: set CheckpointManagerOptions(max_to_keep=...)")
-    return FlashpointConfig.from_env(**{**settings, "keep": 0})
+    config = FlashpointConfig.from_env(**{**settings, "keep": 0})
+    if config.storage:
+        raise ConfigError("Orbax's checkpoints are not drained to storage yet: leave storage empty")
+    return config
 
 
 def folder_at(path: Any) -> ItemFolder:

@@ -23,6 +23,7 @@ from flashpoint.buffers import BufferObject
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import (
     CheckpointExistsError,
+    CheckpointNotFoundError,
     DeadlineError,
     FlashpointError,
     NoSpaceError,
@@ -36,10 +37,13 @@ from flashpoint.job import Job, open_job, raise_any
 from flashpoint.layout import plan_layout
 from flashpoint.loader import MLFlashpointCheckpointLoader
 from flashpoint.memory import human_bytes
+from flashpoint.peers import Needs
 from flashpoint.recovery import left_out, left_out_sentences, mismatch
+from flashpoint.replication.orders import StorageReport
 from flashpoint.retention import NOTHING, Version
 from flashpoint.retrieval import Need
 from flashpoint.saver import MLFlashpointCheckpointSaver, PendingCheckpoint
+from flashpoint.storage.loading import StorageLoader
 from flashpoint.telemetry import Timings, count, logger
 from flashpoint.view import CheckpointView
 from flashpoint_torch.coordinator import default_coordinator
@@ -68,9 +72,9 @@ class RecoverResult:
     Attributes:
         step: of the version.
         tier: where it was: ``local`` memory; memory of a ``peer``, for some node at least; or long-term
-            ``storage``, by the fallback.
+            ``storage``, that of the configuration or the fallback.
         seconds: from the call to its return.
-        nbytes: of tensors that this rank loaded; 0 from storage.
+        nbytes: of tensors that this rank loaded; 0 from the fallback.
         timings: seconds by part: ``find`` (agree, fetch and verify), ``fill`` (copy).
     """
 
@@ -144,6 +148,9 @@ class Flashpoint:
             gives_up=job.replication is None,
         )
         self._loader = MLFlashpointCheckpointLoader(objects, coordinator, replication=job.replication)
+        self._storage = (
+            StorageLoader(objects.job_root, self.config, coordinator) if self.config.storage else None
+        )
         self._plans = PlanCache()
         # One thread, one save in it at a time; `_begin` waits for its turn, so its queue holds at most two.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="flashpoint")
@@ -177,6 +184,17 @@ class Flashpoint:
             VersionStatus(report.key.step, report.key.epoch, report.state, report.holders)
             for report in self._replication.report().versions
         ]
+
+    def storage_status(self) -> StorageReport:
+        """How draining to storage goes, on this node: the newest drained version it knows, and the last error.
+
+        Raises:
+            FlashpointError: the node's agent does not answer, or the job has no storage.
+        """
+        found = self._replication.report().storage if self._replication is not None else None
+        if found is None:
+            raise FlashpointError("this job drains to no storage: give init storage=...")
+        return found
 
     def _held(self, version: Version) -> dict[str, tuple[int, ...]]:
         container = self._objects.container(version.step)
@@ -404,9 +422,9 @@ class Flashpoint:
             step: this step, instead of the newest.
             partial: allow all ranks to leave out names that the version holds. Without it, a rank may leave out
                 what another one's state has, such as the layers of another stage.
-            fallback: where memory has nothing, the path of a checkpoint in long-term storage that
-                ``dcp.load`` reads, or what to call with the state: it fills it, and returns the step (or
-                None, if there is nothing there either).
+            fallback: where memory, and the ``storage`` of the configuration, have nothing: the path of a
+                checkpoint that ``dcp.load`` reads, or what to call with the state: it fills it, and returns
+                the step (or None, if there is nothing there either).
 
         Returns:
             What was loaded, or None where there is nothing; then the state is untouched.
@@ -430,15 +448,24 @@ class Flashpoint:
             return restores[0].needs()
 
         with timings.span("find"):
-            view = (
-                self._loader.latest_complete(warm=True, needs=needs)
-                if step is None
-                else self._loader.load(step, warm=True, needs=needs)
-            )
+            view: CheckpointView | None
+            try:
+                view = (
+                    self._loader.latest_complete(warm=True, needs=needs)
+                    if step is None
+                    else self._loader.load(step, warm=True, needs=needs)
+                )
+            except CheckpointNotFoundError:
+                if self._storage is None:
+                    raise
+                view = None
+            tier = "peer" if self._loader.fetched_nbytes else "local"
+            if view is None and self._storage is not None:
+                tier = "storage"
+                view = self._from_storage(needs, step)
         if view is None:
             self._saver.settled = NOTHING  # what lies here of earlier starts is in nobody's way
             return self._fall_back(state, fallback, start_s)
-        tier = "peer" if self._loader.fetched_nbytes else "local"
         with view, timings.span("fill"):
             restore: Restore | None = None
             error: Exception | None = None
@@ -462,12 +489,14 @@ class Flashpoint:
                 error = failure
             # No rank trains on, and gives up this version, while another still reads it.
             self._agree("recovered", error)
-        self._saver.settled = version = Version(view.manifest.record.epoch, view.manifest.step)
-        if self._replication is not None:
+        version = Version(view.manifest.record.epoch, view.manifest.step)
+        self._saver.settled = version if tier != "storage" else NOTHING
+        if self._replication is not None and tier != "storage":
             self._replication.settled(version)
         count("recoveries")
         seconds = time.perf_counter() - start_s
-        logger.info("step %d was recovered from %s memory in %.3f s", version.step, tier, seconds)
+        place = "storage" if tier == "storage" else f"{tier} memory"
+        logger.info("step %d was recovered from %s in %.3f s", version.step, place, seconds)
         return RecoverResult(version.step, tier, seconds, restore.nbytes, timings)
 
     def _restore(self, state: Mapping[str, Any], view: CheckpointView) -> Restore:
@@ -493,6 +522,21 @@ class Flashpoint:
         found = [name for name, flag in zip(everything, flags, strict=True) if flag]
         if found:
             raise mismatch(view.manifest, left_out_sentences(found), rank)
+
+    def _from_storage(self, needs: Needs, step: int | None) -> CheckpointView | None:
+        assert self._storage is not None
+        logger.warning(
+            "memory holds no usable %s below %s: falling back to %s",
+            "checkpoint" if step is None else f"step {step}",
+            self.job_root,
+            self.config.storage,
+        )
+        view = self._storage.latest(needs, step=step)
+        if view is None and step is not None:
+            raise CheckpointNotFoundError(
+                f"there is no usable step {step}, neither in {self.job_root} nor in {self.config.storage}"
+            )
+        return view
 
     def _fall_back(
         self, state: Mapping[str, Any], fallback: Fallback | None, start_s: float

@@ -56,6 +56,8 @@ from flashpoint.replication.transport import (
     Transport,
 )
 from flashpoint.retention import Standing, Version
+from flashpoint.storage import claim
+from flashpoint.storage.drainer import Drainer
 from flashpoint.telemetry import count, logger
 
 LOOK_S: Final = 0.5  # between two looks at the job root, when nobody tells of a new version
@@ -91,6 +93,7 @@ class ReplicationManager:
         self._items: dict[Key, Item] = {}
         self._replicator: Replicator | None = None
         self._assignment: Assignment | None = None  # that the replicator works by
+        self._drainer: Drainer | None = None  # in a job with long-term storage
         self._acquisitions: list[Acquisition] = []
         self._by_request: dict[int, Acquisition] = {}
         self._numbers = itertools.count(1)
@@ -108,6 +111,7 @@ class ReplicationManager:
         self._over = threading.Event()
         self._is_busy = True
         self._linger_until_s = 0.0
+        self._ends_now = False
         self._last_asked_s = time.monotonic()
         self._next_look_s = 0.0
         self._keys = read_keys(self.folder.path) or self._new_keys()
@@ -172,6 +176,7 @@ class ReplicationManager:
         self._is_busy = bool(self._acquisitions) or (
             self._replicator is not None and self._replicator.is_busy
         )
+        self._is_busy = self._is_busy or (self._drainer is not None and self._drainer.is_busy)
 
     def _log_error(self, error: Exception) -> None:
         count("agent_errors")
@@ -202,16 +207,20 @@ class ReplicationManager:
             acquisition.cancel("closing", "the agent of this node ends")
         for worker in (self._worker, self._preparer):
             worker.shutdown(wait=True, cancel_futures=True)
+        if self._drainer is not None:
+            self._drainer.close()
         self._served.clear()
         self._transport.close()
         self.objects.close()
 
     def _is_finished(self) -> bool:
-        if not self.released:
-            return False
+        if not self.released or self._ends_now:
+            return self._ends_now
         may_go = not self._acquisitions and (self._replicator is None or self._replicator.may_go)
         if not may_go and time.monotonic() < self._linger_until_s:
             return False
+        if self._drainer is not None and self._drainer.is_busy:
+            return False  # for as long as it makes progress
         return not self.folder.has_users()  # or else the job has been started again meanwhile
 
     # ---- events -----------------------------------------------------------------------------------
@@ -270,6 +279,7 @@ class ReplicationManager:
             elif isinstance(effect, Announce):
                 logger.info("%s is replicated", effect.key)
                 count("versions_replicated")
+                self._offer_to_storage()  # before the next effect gives it up
                 self._answer_waiters(Version(effect.key.epoch, effect.key.step), None)
             elif isinstance(effect, Delete):
                 self._delete(effect)
@@ -289,7 +299,14 @@ class ReplicationManager:
             world_size = self._replicator.membership.world_size
             local = {key: local_of(item, me.ranks, world_size) for key, item in self._items.items()}
             self._carry_out(self._replicator.found(local, now_s))
+        self._offer_to_storage()
         self._forget_waiters()
+
+    def _offer_to_storage(self) -> None:
+        if self._drainer is not None and self._replicator is not None:
+            standing = self._replicator.standing
+            items = self._items.items()
+            self._drainer.offer([item for key, item in items if standing(key) is Standing.REPLICATED])
 
     def _give_up(self, key: Key) -> None:
         """Remove a version here: newer ones have met their goal on every node."""
@@ -519,7 +536,7 @@ class ReplicationManager:
         if isinstance(order, orders.Identify):
             return self._identity(number)
         if isinstance(order, orders.Configure):
-            self.released = False
+            self.released = self._ends_now = False
             self._configure(
                 Assignment(
                     membership=order.membership, index=order.index, keep=order.keep, encrypt=order.encrypt
@@ -545,8 +562,11 @@ class ReplicationManager:
         if isinstance(order, orders.Release):
             self.released = True
             self._linger_until_s = now_s + order.linger_s
+            self._ends_now = order.linger_s == 0  # also where ranks have come already that want another agent
             if self._replicator is not None:
                 self._carry_out(self._replicator.released(now_s))
+            if self._drainer is not None:
+                self._drainer.release()
             return orders.Done(number)
         return self._retrieve(connection, order)
 
@@ -562,6 +582,7 @@ class ReplicationManager:
             transport.host,
             transport.port,
             transport.bulk_port,
+            claim.fingerprint(self.config),
         )
 
     def _configure(self, assignment: Assignment, keys: JobKeys | None = None) -> None:
@@ -591,6 +612,19 @@ class ReplicationManager:
         self._assignment = assignment
         self._replicator = Replicator(membership, assignment.index, keep=assignment.keep)
         self._transport.configure(membership, assignment.index)
+        if self._drainer is not None:
+            self._drainer.close()
+            self._drainer = None
+        if self.config.storage:
+            self._drainer = Drainer(
+                self.objects,
+                self.config,
+                job=membership.job,
+                epoch=membership.epoch,
+                index=assignment.index,
+                leader=membership.leader,
+                ranks=membership.members[assignment.index].ranks,
+            )
         for index in membership.neighbours(assignment.index):
             self._transport.greet(index)  # they learn where this agent listens, and it whether they live
         self._next_look_s = 0.0
@@ -650,4 +684,8 @@ class ReplicationManager:
             orders.VersionReport(key, replicator.standing(key).name.lower(), replicator.known_holders(key))
             for key in sorted(self._items, reverse=True)
         )
-        return orders.Report(number, versions, dict(self._peers))
+        storage = None
+        if self._drainer is not None:
+            last = self._drainer.last or Version(-1, -1)
+            storage = orders.StorageReport(last.epoch, last.step, self._drainer.error)
+        return orders.Report(number, versions, dict(self._peers), storage)

@@ -23,6 +23,7 @@ from flashpoint.replication.keys import JobKeys, read_keys, write_keys
 from flashpoint.replication.membership import Membership
 from flashpoint.replication.messages import Key
 from flashpoint.retention import Version
+from flashpoint.storage import claim
 from flashpoint.telemetry import count, logger
 
 FOLLOWED_MAX: Final = 8  # versions whose replication is awaited at a time
@@ -77,7 +78,9 @@ class NodeReplication:
         """Make sure that an agent of this job runs (first rank only); where it listens."""
         if self._client.is_alive():
             with contextlib.suppress(FlashpointError):  # it ended this very moment
-                if self._client.identify(ORDER_TIMEOUT_S).release != flashpoint.__version__:
+                identity = self._client.identify(ORDER_TIMEOUT_S)
+                mine = (flashpoint.__version__, claim.fingerprint(self.config))
+                if (identity.release, identity.storage) != mine:
                     stop_agent(self._job_root)  # left from an earlier start of the job
         if not self._client.is_alive():
             write_keys(self._folder.path, self._keys)

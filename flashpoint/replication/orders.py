@@ -115,7 +115,10 @@ class Release(Order, frozen=True, tag="release"):
 
 
 class Identity(Order, frozen=True, tag="identity"):
-    """Of the agent. ``job`` is empty and ``epoch`` 0 as long as it was not configured."""
+    """Of the agent. ``job`` is empty and ``epoch`` 0 as long as it was not configured.
+
+    ``storage`` is a digest of the settings and credentials that it drains with.
+    """
 
     pid: Count
     release: str
@@ -124,6 +127,20 @@ class Identity(Order, frozen=True, tag="identity"):
     host: str
     port: Count
     bulk_port: Count
+    storage: str = ""
+
+
+class StorageReport(msgspec.Struct, frozen=True, array_like=True):
+    """How draining to storage goes, on this node.
+
+    Attributes:
+        epoch, step: of the newest drained version that it knows; -1 for none.
+        error: why the last drain did not come to its end; empty if it did.
+    """
+
+    epoch: int = -1
+    step: int = -1
+    error: str = ""
 
 
 class Done(Order, frozen=True, tag="done"):
@@ -157,6 +174,7 @@ class Report(Order, frozen=True, tag="report"):
 
     versions: tuple[VersionReport, ...]
     peers: dict[int, str]
+    storage: StorageReport | None = None
 
 
 Orders = Identify | Configure | Completed | Settled | Await | RetrieveManifest | Retrieve | Inquire | Release

@@ -34,7 +34,11 @@ def test_every_setting_can_come_from_the_environment_with_its_type(field):
     text, value = {bool: ("on", True), int: ("8192", 8192), float: ("2.5", 2.5), str: (" rack-7 ", "rack-7")}[
         type(field.default)
     ]
-    text, value = {"copies": ("64", 64), "agent": ("embedded", "embedded")}.get(field.name, (text, value))
+    text, value = {
+        "copies": ("64", 64),
+        "agent": ("embedded", "embedded"),
+        "storage": (" s3://bucket/a ", "s3://bucket/a"),
+    }.get(field.name, (text, value))
     config = FlashpointConfig.from_env({f"FLASHPOINT_{field.name.upper()}": text})
     assert getattr(config, field.name) == value
     assert type(getattr(config, field.name)) is type(field.default)
@@ -150,3 +154,26 @@ def test_variables_of_others_are_none_of_our_business():
 def test_settings_do_not_change_afterwards():
     with pytest.raises(dataclasses.FrozenInstanceError):
         FlashpointConfig().keep = 3
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///mnt/checkpoints/job 1", "s3://bucket", "s3://bucket/a/b", "gs://bucket/a", ""]
+)
+def test_storage_is_a_url(url):
+    config = FlashpointConfig.from_env({}, storage=url)
+    assert config.storage == url
+    assert config.has_agent == bool(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["/mnt/checkpoints", "file://mnt", "file:///", "file:///a/../b", "s3://", "s3:///a", "s3:/bucket", "ftp://host/a",
+     "S3://bucket", "s3://bucket/\n", "hdfs"],
+)  # fmt: skip
+def test_what_is_no_storage_is_refused_with_an_example(url):
+    with pytest.raises(ConfigError, match="storage must"):
+        FlashpointConfig(storage=url)
+
+
+def test_a_bandwidth_may_carry_a_unit():
+    assert FlashpointConfig.from_env({}, storage_bytes_per_s="10MiB").storage_bytes_per_s == 10 << 20
