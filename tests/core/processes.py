@@ -13,6 +13,22 @@ _spawn = multiprocessing.get_context("spawn")
 WAIT_S = 60
 
 
+def fork_to_sleep(before: Callable[[], None] = lambda: None) -> int:
+    """Fork a child that does ``before`` and sleeps; its id, once all that runs after a fork has run there."""
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        before()
+        os.setsid()
+        os.write(writable, b".")
+        time.sleep(WAIT_S)
+        os._exit(0)
+    os.close(writable)
+    os.read(readable, 1)
+    os.close(readable)
+    return child
+
+
 class Process:
     """A spawned process that runs ``work(say, *args)``; ``say(x)`` sends to `hear`, and waits for `go_on`."""
 

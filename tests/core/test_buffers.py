@@ -13,7 +13,7 @@ import pytest
 from flashpoint import buffers
 from flashpoint.buffers import AGENT, BufferPool, Owner
 from flashpoint.errors import NoSpaceError
-from tests.core.processes import process
+from tests.core.processes import fork_to_sleep, process
 
 MIB = 1 << 20
 LIMIT = 64 * MIB
@@ -787,11 +787,7 @@ def test_what_a_living_process_writes_to_is_not_taken_even_by_the_same_rank(job_
 def fork_while_saving(say, job_root):
     pool = pool_of(job_root)
     taken = pool.acquire(MIB)
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        time.sleep(60)
-        os._exit(0)
+    child = fork_to_sleep()
     say((child, taken.inode))
     pool.release(taken)
     say(pool.acquire(MIB).inode)

@@ -7,7 +7,7 @@ import pytest
 
 from flashpoint.ids import STEP_MAX, CheckpointContainerId
 from flashpoint.markers import Marker, is_live, marker_name, parse_marker_name
-from tests.core.processes import process
+from tests.core.processes import fork_to_sleep, process
 
 # ---- names ----------------------------------------------------------------------------------------
 
@@ -194,14 +194,7 @@ def test_the_marker_of_a_killed_process_stays_and_is_taken_over(container):
 
 def fork_while_holding(say, container, child_removes):
     marker = Marker.create(container, 0)
-    child = os.fork()
-    if child == 0:
-        if child_removes:
-            marker.remove()
-        os.setsid()
-        time.sleep(60)
-        os._exit(0)
-    say(child)
+    say(fork_to_sleep(marker.remove if child_removes else lambda: None))
 
 
 def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_marker_live(container):
@@ -220,7 +213,6 @@ def test_a_forked_child_cannot_remove_its_parents_marker(container):
     with process(fork_while_holding, container, True) as other:
         child = other.hear()
         try:
-            time.sleep(0.1)
             assert is_live(path_of(container))
         finally:
             os.kill(child, 9)

@@ -191,12 +191,12 @@ class Node:
             return set()
 
     def steps(self) -> set[int]:
-        names = os.listdir(self.job_root)
-        return {
-            int(name[5:-5])
-            for name in names
-            if name.startswith("step-") and os.path.exists(f"{self.job_root}/{name}/{MANIFEST_NAME}")
-        }
+        while True:
+            names = [name for name in os.listdir(self.job_root) if name.startswith("step-")]
+            found = [name for name in names if os.path.exists(f"{self.job_root}/{name}/{MANIFEST_NAME}")]
+            # What went while the last were looked at may have gone for one that came after the list was made.
+            if {*names} <= {*os.listdir(self.job_root)}:
+                return {int(name[5:-5]) for name in found}
 
     def used_bytes(self) -> int:
         """Of tmpfs; a file counts once, however many names it has."""

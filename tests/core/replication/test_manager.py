@@ -340,10 +340,10 @@ def test_buffers_are_recycled_and_memory_is_bounded() -> None:
             pools = [node.manager.objects.pool for node in nodes]
             pools += [rank.objects.pool for rank in nodes.job.ranks]
             made.append([pool.allocations for pool in pools])
-        assert made[5] == made[-1], made
+        assert max(made[-1]) <= keep + 3, made  # of 30
         # Own objects and copies: those kept, the newest complete one, and the one that is being written.
         one = size + 8 * KIB
-        assert most < (keep + 2) * 2 * one + 256 * KIB, most
+        assert most < (keep + 3) * 2 * one + 256 * KIB, most
 
 
 # ---- long runs ------------------------------------------------------------------------------------
