@@ -404,6 +404,7 @@ class _Acquisition:
                 self.end("no-version")  # its folder was removed meanwhile
                 return
             else:
+                self._agent.world.checker.keeps(self._agent.index, self._key, content)
                 found.objects[self._ranks[want]] = content
         if transfer.done:
             if self._ranks == [_MANIFEST]:

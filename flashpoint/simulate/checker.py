@@ -70,6 +70,11 @@ class Checker:
                 f"I3: node {node} gives up {key}, and there are not {keep} newer ones that met their goal"
             )
 
+    def keeps(self, node: int, key: Key, content: Content) -> None:
+        """I1: what comes from a peer is right, or is not kept."""
+        if not content.good or content.save != key.digest:
+            raise Violation(f"I1: node {node} keeps {content} as an object of {key}")
+
     def replaces(self, node: int, old: Key, new: Key) -> None:
         """A copy takes the place of another save of the same step."""
         if old.epoch >= new.epoch:

@@ -37,7 +37,7 @@ def plan_faults(rng: random.Random, *, nodes: int, copies: int, seconds: float, 
     faults = []
     for _ in range(count):
         kind = rng.choice(KINDS)
-        one = (rng.randrange(nodes),)
+        one = (0 if rng.random() < 0.2 else rng.randrange(nodes),)  # the leader somewhat more often
         if kind == "crash":
             hit: tuple[int, ...] = ()
         elif kind == "lose":

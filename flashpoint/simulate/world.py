@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from flashpoint.retention import Standing
 from flashpoint.simulate.agent import Agent
 from flashpoint.simulate.checker import Checker, Violation
 from flashpoint.simulate.faults import Fault, plan_faults
@@ -160,16 +161,30 @@ class World:
             memory.heal()
         self.restart_job()
         self.is_quiet = True
-        until_s = self.scheduler.now_s + _QUIET_S
-        while (wrong := self._what_is_unfinished()) and self.scheduler.now_s < until_s:
-            self.scheduler.run(self.scheduler.now_s + _LOOK_S)
-        if wrong:
-            raise Violation(wrong)
+        self._await_rest()
+        self._restart_agents()
+        self._await_rest()
         self.scheduler.run(self.scheduler.now_s + _SILENT_S)
         messages = self.network.messages
         self.scheduler.run(self.scheduler.now_s + _SILENT_S)
         if self.network.messages != messages:
             raise Violation("I4: something is told for ever")
+
+    def _await_rest(self) -> None:
+        until_s = self.scheduler.now_s + _QUIET_S
+        while (wrong := self._what_is_unfinished()) and self.scheduler.now_s < until_s:
+            self.scheduler.run(self.scheduler.now_s + _LOOK_S)
+        if wrong:
+            raise Violation(wrong)
+
+    def _restart_agents(self) -> None:
+        """One after the other; each finds its way back to what all know."""
+        for index in range(self.settings.nodes):
+            self.agents[index].die()
+            self.scheduler.run(self.scheduler.now_s + self.rng.uniform(0, 1))
+            self.start_agent(index)
+            self.scheduler.run(self.scheduler.now_s + self.rng.uniform(0, 1))
+            self.agents[index].configure(self.job.membership)
 
     def _what_is_unfinished(self) -> str:
         for agent in self.agents:
@@ -178,8 +193,11 @@ class World:
             if not agent.is_idle:
                 return f"I4: node {agent.index} is busy for ever"
         newest = self.checker.newest_whole()
-        if newest is None or newest not in self.checker.announced_keys or not self.job.is_done:
-            return f"I4: {newest} is never replicated"
+        if newest is None or not self.job.is_done:
+            return f"I4: the job does not come to its end with {newest}"
+        for agent in self.agents:
+            if agent.replicator is None or agent.replicator.standing(newest) is not Standing.REPLICATED:
+                return f"I4: node {agent.index} never hears that {newest} is replicated"
         for index, memory in enumerate(self.memories):
             if len(memory.complete()) > self.settings.keep:
                 return f"I6: node {index} keeps {sorted(memory.complete())}"

@@ -15,8 +15,6 @@ from flashpoint.retention import Standing, given_up
 from flashpoint.simulate import Settings, shrunk, simulate
 from flashpoint.simulate import job as recovery
 from flashpoint.simulate.agent import Agent
-from flashpoint.simulate.job import Job
-from flashpoint.simulate.memory import Container
 
 Patch = pytest.MonkeyPatch
 
@@ -127,20 +125,15 @@ def recovery_does_not_look_whether_all_is_there(patch: Patch) -> None:
     patch.setattr(recovery, "missing_objects", lambda manifest, holders: [])
 
 
-def markers_veto_nothing(patch: Patch) -> None:
-    patch.setattr(Container, "is_complete", property(lambda self: self.manifest is not None))
+def held_though_it_did_not_come(patch: Patch) -> None:
+    acquired = Replicator.acquired
+    patch.setattr(
+        Replicator, "acquired", lambda self, key, source, _, now_s: acquired(self, key, source, None, now_s)
+    )
 
 
-def two_saves_of_a_step_are_one(patch: Patch) -> None:
-    holdings = Job._holdings
-
-    def careless(self: Job, step: int) -> Any:
-        key, _ = holdings(self, step)
-        memories = enumerate(self.world.memories)
-        found = {i: m.containers[step].objects for i, m in memories if step in m.containers}
-        return key, {i: set(map(recovery.name_of, objects)) for i, objects in found.items()}
-
-    patch.setattr(Job, "_holdings", careless)
+def recovery_does_not_verify(patch: Patch) -> None:
+    patch.setattr(recovery, "_is_right", lambda content, key, rank: True)
 
 
 BUGS: list[Callable[[Patch], None]] = [
@@ -156,8 +149,8 @@ BUGS: list[Callable[[Patch], None]] = [
     recovery_prefers_the_higher_step,
     recovery_steps_over_the_newest,
     recovery_does_not_look_whether_all_is_there,
-    markers_veto_nothing,
-    two_saves_of_a_step_are_one,
+    held_though_it_did_not_come,
+    recovery_does_not_verify,
 ]
 
 
