@@ -162,8 +162,12 @@ class World:
         self.restart_job()
         self.is_quiet = True
         self._await_rest()
-        self._restart_agents()
-        self._await_rest()
+        for indexes in (
+            range(self.settings.nodes),
+            [0],
+        ):  # the leader once more, when no other has news for it
+            self._restart_agents(indexes)
+            self._await_rest()
         self.scheduler.run(self.scheduler.now_s + _SILENT_S)
         messages = self.network.messages
         self.scheduler.run(self.scheduler.now_s + _SILENT_S)
@@ -177,9 +181,9 @@ class World:
         if wrong:
             raise Violation(wrong)
 
-    def _restart_agents(self) -> None:
+    def _restart_agents(self, indexes: Sequence[int]) -> None:
         """One after the other; each finds its way back to what all know."""
-        for index in range(self.settings.nodes):
+        for index in indexes:
             self.agents[index].die()
             self.scheduler.run(self.scheduler.now_s + self.rng.uniform(0, 1))
             self.start_agent(index)

@@ -23,7 +23,7 @@ def settings_of(seed: int, nodes: int) -> Settings:
     return Settings(nodes=nodes, copies=1 + (seed % 3 == 0), keep=1 + (seed % 5 == 0))
 
 
-@pytest.mark.parametrize(("nodes", "seeds"), [(2, 40), (3, 40), (4, 40), (8, 20)])
+@pytest.mark.parametrize(("nodes", "seeds"), [(2, 100), (3, 100), (4, 100), (8, 50)])
 def test_no_schedule_breaks_an_invariant(nodes: int, seeds: int) -> None:
     outcomes = [simulate(seed, settings_of(seed, nodes)) for seed in range(seeds)]
     assert not [(outcome.seed, outcome.violation) for outcome in outcomes if outcome.violation]
@@ -108,12 +108,6 @@ def met_is_no_promise(patch: Patch) -> None:
     patch.setattr(Replicator, "_is_free", lambda self, key: True)
 
 
-def recovery_prefers_the_higher_step(patch: Patch) -> None:
-    patch.setattr(
-        recovery, "newest_first", lambda versions: sorted(versions, key=lambda v: v.step, reverse=True)
-    )
-
-
 def recovery_steps_over_the_newest(patch: Patch) -> None:
     newest_first = recovery.newest_first
     patch.setattr(
@@ -146,7 +140,6 @@ BUGS: list[Callable[[Patch], None]] = [
     a_new_order_to_configure_forgets_all,
     what_a_lost_holder_was_offered_is_not_offered_again,
     met_is_no_promise,
-    recovery_prefers_the_higher_step,
     recovery_steps_over_the_newest,
     recovery_does_not_look_whether_all_is_there,
     held_though_it_did_not_come,
