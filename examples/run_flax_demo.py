@@ -128,7 +128,7 @@ def demo(work: Path, steps: int, save_every: int, seed: int, kills: int) -> bool
 
 
 def moment(number: int, *, of: int, steps: int) -> int:
-    """A random step for a kill. Each kill has its part of the run, with room at both ends of it for saves."""
+    """A random step for a kill: each has its part of the run, and the latter half of that, after some saves."""
     return int(steps * (number + random.uniform(0.5, 0.9)) / (of + 0.5))
 
 
@@ -181,12 +181,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--save-every", type=int, default=3)
+    parser.add_argument("--save-every", type=int, default=2)
     parser.add_argument("--kills", type=int, default=2, help="without that of the lost node")
     parser.add_argument(
         "--seed", type=int, default=1, help="of the training; kills and lost node are random each time"
     )
     args = parser.parse_args()
+    if args.steps < 4 * args.save_every * (args.kills + 1.5):
+        parser.error(
+            "the first kill could come before the first save is complete: more steps, or fewer kills"
+        )
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clean up on a polite kill, too
     work = Path(f"/dev/shm/flashpoint-demo-{os.getpid()}")

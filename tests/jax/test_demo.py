@@ -14,7 +14,7 @@ from tests.conftest import SHARED_MEMORY
 
 DEMO = Path(__file__).parents[2] / "examples" / "train_flax.py"
 DEMO_S = 900  # a demo that hangs ends itself, after two minutes without a step
-SHORT = ["--steps", "9", "--save-every", "2", "--kills", "0"]
+SHORT = ["--steps", "12", "--save-every", "2", "--kills", "0"]
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -55,7 +55,7 @@ def passes(steps: int, *arguments: str) -> str:
 
 @pytest.mark.timeout(DEMO_S + 60)
 def test_a_short_demo_passes_and_leaves_nothing() -> None:
-    passes(9, *SHORT)
+    passes(12, *SHORT)
 
 
 @pytest.mark.soak
