@@ -73,7 +73,12 @@ class Training:
         np.random.seed(seed + rank)
         torch.manual_seed(seed + 100 + rank)
         self.loader = StatefulDataLoader(
-            Rows(rank), batch_size=BATCH, shuffle=True, num_workers=loader_workers
+            Rows(rank),
+            batch_size=BATCH,
+            shuffle=True,
+            num_workers=loader_workers,
+            # Forked, they notice when this process dies.
+            multiprocessing_context="fork" if loader_workers else None,
         )
         self.log = Counter()
 
