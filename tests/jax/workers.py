@@ -15,12 +15,13 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any, Final
 
 DEVICES: Final = 4  # of each process
 RUN_S: Final = 120.0  # a run that takes longer has failed
+FAILED_S: Final = 10.0  # for the other processes, when one has failed
 _REPOSITORY: Final = str(Path(__file__).parents[2])
 _KEY: Final = b"flashpoint tests"
 
@@ -50,20 +51,24 @@ class Workers:
             self._start()
         for one in self._processes:
             one.pipe.send((work, args))
-        answers = []
+        answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout_s
-        for one in self._processes:
-            if not one.pipe.poll(max(deadline - time.monotonic(), 0)):
-                self.close()
-                raise AssertionError(f"{work.__name__} took longer than {timeout_s:g} s; so far: {answers}")
-            try:
-                answers.append(one.pipe.recv())
-            except EOFError:
-                self.close()
-                raise AssertionError(f"a process died in {work.__name__}; so far: {answers}") from None
-        if failed := [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]:
-            raise AssertionError("\n".join(failed))
-        return [value for _, value in answers]
+        while len(answers) < len(self._processes) and time.monotonic() < deadline:
+            left = {one.pipe: rank for rank, one in enumerate(self._processes) if rank not in answers}
+            for pipe in wait(list(left), timeout=max(deadline - time.monotonic(), 0)):
+                rank = left[pipe]
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = False, "it died"
+                if not answers[rank][0]:  # the others may wait for it in vain
+                    deadline = min(deadline, time.monotonic() + FAILED_S)
+        failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
+        failed += [f"rank {rank}: no answer" for rank in range(self.world_size) if rank not in answers]
+        if failed:
+            self.close()  # who has got out of step with the others would fail the tests after this one, too
+            raise AssertionError(f"{work.__name__}: " + "\n".join(failed))
+        return [answers[rank][1] for rank in sorted(answers)]
 
     def close(self) -> None:
         for one in self._processes:
