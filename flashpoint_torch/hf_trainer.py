@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import shutil
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -115,27 +116,23 @@ class FlashpointTrainerCallback(TrainerCallback):
 
     def _write(self, trainer: Trainer, tree: dict[str, Any], *, own: bool) -> str:
         """The checkpoint folder that the trainer would have written, in this node's memory."""
-        _check_model(_model(trainer).state_dict(), tree["model"])
-        leads = trainer.args.local_process_index == 0
         parent = f"{self.job_root}.{_FOLDER}"
         folder = self._folder = f"{parent}/checkpoint-{tree['step']}"
-        if leads:
-            shutil.rmtree(parent, ignore_errors=True)
-            os.makedirs(folder, mode=0o700)
-            torch.save(tree["model"], f"{folder}/{WEIGHTS_NAME}")
-            torch.save(tree["optimizer"], f"{folder}/{OPTIMIZER_NAME}")
-            torch.save(tree["scheduler"], f"{folder}/{SCHEDULER_NAME}")
-            if tree["scaler"] is not None:
-                torch.save(tree["scaler"], f"{folder}/{SCALER_NAME}")
-            with open(f"{folder}/{TRAINER_STATE_NAME}", "w", encoding="utf-8") as file:
-                file.write(tree["trainer"])
-        _barrier()
+        error: Exception | None = None
+        try:
+            _check_model(_model(trainer).state_dict(), tree["model"])
+            if trainer.args.local_process_index == 0:
+                shutil.rmtree(parent, ignore_errors=True)
+                os.makedirs(folder, mode=0o700)
+                _write_folder(folder, tree)
+        except Exception as failure:  # whatever files may do; no rank is to wait for one that gave up
+            error = failure
+        self.session._agree("resume", error)
         if own:
             here = rng_state()
             set_rng_state(tree["rng"])
             trainer._save_rng_state(folder)
             set_rng_state(here)
-        _barrier()
         return folder
 
     # ---- events ---------------------------------------------------------------------------------
@@ -194,6 +191,19 @@ class FlashpointTrainerCallback(TrainerCallback):
         self.session.async_save(pack(tree), state.global_step, overwrite=True)
 
 
+def _write_folder(folder: str, tree: dict[str, Any]) -> None:
+    names = {
+        "model": WEIGHTS_NAME,
+        "optimizer": OPTIMIZER_NAME,
+        "scheduler": SCHEDULER_NAME,
+        "scaler": SCALER_NAME,
+    }
+    for part, name in names.items():
+        if tree[part] is not None:
+            torch.save(tree[part], f"{folder}/{name}")
+    Path(folder, TRAINER_STATE_NAME).write_text(tree["trainer"], encoding="utf-8")
+
+
 def _json_of(trainer: Trainer, state: TrainerState) -> str:
     """What the trainer writes to its ``trainer_state.json``, callbacks that have a state included."""
     handler = trainer.callback_handler
@@ -224,8 +234,3 @@ def _check_model(here: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) 
             f"the model does not fit the checkpoint in {len(found)} places:\n  {shown}\n"
             "build it as it was, or give a job root of another name to start anew"
         )
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
