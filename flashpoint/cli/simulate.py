@@ -6,7 +6,7 @@ none can be left out, and printed; the same seed and options replay it (exit cod
 
 JSON:
   seeds, events, seconds, events_per_second, saves, replicated, messages
-  violations[]   seed, violation, faults[]   (the faults that are needed)
+  violations[]   seed, violation, faults[] {at_s, kind, nodes, seconds, chance}   (those that are needed)
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import pytest
 
 from flashpoint import cli, manifest
 from flashpoint.checksums import chunk_digests
-from flashpoint.cli import agent, inspect, ls, verify, versions
+from flashpoint.cli import agent, inspect, ls, simulate, verify, versions
 from flashpoint.cli.output import Page
 from flashpoint.cli.statistics import CHUNK_ELEMENTS, Statistics
 from flashpoint.config import FlashpointConfig
@@ -742,6 +742,7 @@ def test_every_key_of_the_json_is_documented_in_the_help(job_root, run, run_json
         inspect: [container, "ids"],
         verify: [job_root],
         agent: [job_root, "--stop"],
+        simulate: ["--seeds", "2", "--nodes", "2", "--jobs", "1"],
     }[module]
     code, report = run_json(module.NAME, *args)
     assert code == 0

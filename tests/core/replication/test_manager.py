@@ -302,7 +302,7 @@ def test_at_every_moment_each_node_has_a_version_that_was_replicated(chaos: Chao
         finally:
             over.set()
             watcher.join()
-    assert len(seen) > 100
+    assert len(seen) > 20
     # What was known to be replicated before the look is there, or a newer one is.
     assert all(any(step >= max(known) for step in steps) for _, steps, known in seen)
 
