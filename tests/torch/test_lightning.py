@@ -195,6 +195,12 @@ def test_what_is_set_wrong_is_said_at_once(job_root: str, tmp_path: Path) -> Non
     )
     with pytest.raises(FlashpointError, match=r"Trainer\(plugins=\[memory\]"):
         FlashpointCallback(memory, every_n_steps=1).setup(trainer, pl.LightningModule(), "fit")
+    sharded = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=pl.strategies.ModelParallelStrategy(), plugins=[memory],
+        logger=False, enable_checkpointing=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(FlashpointError, match="ModelParallelStrategy reads checkpoints by itself"):
+        FlashpointCallback(memory, every_n_steps=1).setup(sharded, pl.LightningModule(), "fit")
     assert not os.listdir(job_root)
 
 
