@@ -62,7 +62,7 @@ def state_of(model: Net, optimizer: torch.optim.Optimizer, step: int) -> dict[st
         optim_state_to_sharding_state,
     )
 
-    from flashpoint_torch.rng import rng_state
+    from flashpoint_torch.training_state import rng_state
 
     sharded = model.sharded_state_dict()
     optim = optimizer.state_dict()
@@ -86,7 +86,7 @@ def fit(rank: int, *, job_root: str, folder: str, die_at: tuple[int, int] | None
     from megatron.core import dist_checkpointing, parallel_state
 
     from flashpoint_torch.megatron import FlashpointStrategies
-    from flashpoint_torch.rng import set_rng_state
+    from flashpoint_torch.training_state import set_rng_state
 
     log = faults.Log(f"{folder}/log.{rank}")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
