@@ -23,8 +23,8 @@ import torch.distributed as dist
 from flashpoint.errors import FlashpointError, MismatchError
 from flashpoint.telemetry import logger
 from flashpoint_torch.packed import pack, recover_packed
-from flashpoint_torch.rng import rng_state, set_rng_state
 from flashpoint_torch.session import Flashpoint, init
+from flashpoint_torch.training_state import rng_state, set_rng_state
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

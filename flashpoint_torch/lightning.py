@@ -22,8 +22,8 @@ from flashpoint.errors import FlashpointError
 from flashpoint.ids import CheckpointContainerId
 from flashpoint.telemetry import logger
 from flashpoint_torch.packed import Unpacked, pack, recover_packed
-from flashpoint_torch.rng import rng_state, set_rng_state
 from flashpoint_torch.session import Flashpoint, init
+from flashpoint_torch.training_state import rng_state, set_rng_state
 
 try:
     import lightning

@@ -1,7 +1,10 @@
 """Real training under lightning's Trainer, killed and resumed."""
 
+import hashlib
+import importlib
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from tests.torch.trainers import die, losses, resumed, run_attempts
 pytest.importorskip(
     "lightning.pytorch", reason="lightning is not installed: pip install flashpoint[lightning]"
 )
+
+pytest.importorskip("torchdata", reason="torchdata is not installed: its loaders have a state")
 
 BATCHES, EPOCHS = 12, 3
 STEPS = BATCHES * EPOCHS
@@ -78,7 +83,7 @@ def fit(
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
         def on_train_start(self) -> None:
-            log.write("began", self.global_step, faults_digest(self.state_dict()))
+            log.write("began", self.global_step, digest_of(self.state_dict()))
 
     torch.use_deterministic_algorithms(True)
     pl.seed_everything(7 + rank, verbose=False)
@@ -108,9 +113,7 @@ def fit(
     log.write("ended", trainer.global_step)
 
 
-def faults_digest(state: dict[str, torch.Tensor]) -> str:
-    import hashlib
-
+def digest_of(state: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode() + state[name].contiguous().numpy().tobytes())
@@ -152,13 +155,15 @@ def test_losses_after_kills_are_those_of_the_uninterrupted_run(job_root: str, tm
     # Memory is lost with all nodes: the trainer's own newest file is what is left.
     newest = STEPS // FILE_EVERY * FILE_EVERY
     assert run_attempts(["lightning.pytorch"], 2, fit, [stored]) == [[0, 0]]
-    [file] = [path for path in Path(war, "files").iterdir() if f"step={newest}" in path.name]
+    # A step that was trained again has been written again, under another name.
+    files = [path for path in Path(war, "files").iterdir() if f"step={newest}" in path.name]
+    file = max(files, key=lambda path: path.stat().st_mtime_ns)
     weights = torch.load(file, weights_only=False)["state_dict"]
     for rank in range(2):
         _, step, digest = [line for line in faults.log_lines(str(war / "log"), rank) if line[0] == "began"][
             -1
         ]
-        assert (int(step), digest) == (newest, faults_digest(weights))
+        assert (int(step), digest) == (newest, digest_of(weights))
 
 
 @pytest.mark.parametrize(
@@ -192,4 +197,66 @@ def test_what_is_set_wrong_is_said_at_once(job_root: str, tmp_path: Path) -> Non
     )
     with pytest.raises(FlashpointError, match=r"Trainer\(plugins=\[memory\]"):
         FlashpointCallback(memory, every_n_steps=1).setup(trainer, pl.LightningModule(), "fit")
+    sharded = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=pl.strategies.ModelParallelStrategy(), plugins=[memory],
+        logger=False, enable_checkpointing=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(FlashpointError, match="ModelParallelStrategy reads checkpoints by itself"):
+        FlashpointCallback(memory, every_n_steps=1).setup(sharded, pl.LightningModule(), "fit")
     assert not os.listdir(job_root)
+
+
+def test_one_process_saves_and_loads_by_path(job_root: str, tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    from flashpoint_torch.lightning import FlashpointCheckpointIO
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.layer(batch[0]).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters())
+
+    def trainer(steps: int) -> pl.Trainer:
+        return pl.Trainer(
+            accelerator="cpu", max_steps=steps, plugins=[FlashpointCheckpointIO(job_root)], logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2)))
+    first, model = trainer(2), Model()
+    first.fit(model, batches)
+    paths = [f"{job_root}/step-2_ckpt", f"{tmp_path}/file.ckpt"]
+    for path in paths:
+        first.save_checkpoint(path)
+    first.strategy.checkpoint_io.teardown()
+    assert Path(paths[0], ".metadata").exists() and Path(paths[1]).is_file()
+    for path in [*paths, FlashpointCheckpointIO.resume]:
+        again, other = trainer(2), Model()
+        again.fit(other, batches, ckpt_path=path)
+        assert again.global_step == 2
+        assert torch.equal(other.layer.weight, model.layer.weight), path
+
+
+@pytest.mark.parametrize(
+    ("module", "library", "extra"),
+    [
+        ("lightning", "lightning", "lightning"),
+        ("hf_trainer", "transformers", "huggingface"),
+        ("megatron", "megatron", "megatron"),
+    ],
+)
+def test_a_library_that_is_not_there_is_named_with_its_extra(
+    module: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, f"flashpoint_torch.{module}", raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ImportError, match=rf"pip install flashpoint\[{extra}\]"):
+        importlib.import_module(f"flashpoint_torch.{module}")

@@ -62,7 +62,7 @@ def state_of(model: Net, optimizer: torch.optim.Optimizer, step: int) -> dict[st
         optim_state_to_sharding_state,
     )
 
-    from flashpoint_torch.rng import rng_state
+    from flashpoint_torch.training_state import rng_state
 
     sharded = model.sharded_state_dict()
     optim = optimizer.state_dict()
@@ -86,7 +86,7 @@ def fit(rank: int, *, job_root: str, folder: str, die_at: tuple[int, int] | None
     from megatron.core import dist_checkpointing, parallel_state
 
     from flashpoint_torch.megatron import FlashpointStrategies
-    from flashpoint_torch.rng import set_rng_state
+    from flashpoint_torch.training_state import set_rng_state
 
     log = faults.Log(f"{folder}/log.{rank}")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
@@ -166,6 +166,49 @@ def load_alone(rank: int, *, job_root: str, folder: str) -> None:
     assert state["step"] == STEPS
 
 
+def round_trip_of_gpt(rank: int, *, job_root: str) -> None:
+    """Megatron's whole GPT, whose forward needs CUDA: its state alone, into a model of other weights."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    from flashpoint_torch.megatron import FlashpointStrategies
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    models = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=16,
+            num_attention_heads=2,
+            use_cpu_initialization=True,
+            tensor_model_parallel_size=2,
+        )
+        spec = get_gpt_layer_local_spec(normalization="LayerNorm")
+        models.append(GPTModel(config, spec, vocab_size=64, max_sequence_length=16))
+    states = [dict(model.named_parameters()) for model in models]
+    assert not all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    memory = FlashpointStrategies(job_root, keep=1)
+    dist_checkpointing.save(
+        {"model": models[0].sharded_state_dict(metadata=metadata), "iteration": 7},
+        memory.folder(7),
+        memory.save_strategy,
+    )
+    found = memory.resume()
+    assert found is not None and found.step == 7
+    state = dist_checkpointing.load(
+        {"model": models[1].sharded_state_dict(metadata=metadata)}, found.folder, memory.load_strategy
+    )
+    models[1].load_state_dict(state["model"], strict=False)
+    assert state["iteration"] == 7
+    for name, parameter in states[0].items():
+        assert torch.equal(parameter, states[1][name]), name
+    memory.close()
+
+
 IMPORTS = ["megatron.core.dist_checkpointing", "megatron.core.tensor_parallel", "flashpoint_torch.megatron"]
 
 
@@ -200,3 +243,8 @@ def test_losses_after_kills_are_those_of_the_uninterrupted_run(job_root: str, tm
     assert not os.path.exists(f"{job_root}/war.mcore")
 
     assert run_attempts(IMPORTS, 1, load_alone, [killed]) == [[0]]
+
+
+def test_the_state_of_megatrons_gpt_comes_back(job_root: str) -> None:
+    imports = [*IMPORTS, "megatron.core.models.gpt"]
+    assert run_attempts(imports, 2, round_trip_of_gpt, [{"job_root": job_root}]) == [[0, 0]]

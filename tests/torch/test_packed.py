@@ -10,7 +10,7 @@ import torch
 import flashpoint_torch as fpt
 from flashpoint.errors import FlashpointError
 from flashpoint_torch.packed import pack, recover_packed
-from flashpoint_torch.rng import rng_state, set_rng_state
+from flashpoint_torch.training_state import rng_state, set_rng_state
 from tests.torch.faults import same
 
 
