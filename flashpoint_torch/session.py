@@ -543,12 +543,7 @@ class Flashpoint:
     ) -> RecoverResult | None:
         """Load from long-term storage, since no node's memory has a version that every rank can use."""
         if fallback is None:
-            if self._loader.unloadable:
-                raise RecoveryError(
-                    f"rank {self._coordinator.rank}: steps {self._loader.unloadable} are below {self.job_root} or on "
-                    "its peers, but none could be loaded; the warnings before this say why. Mend that and start "
-                    "again, pass a fallback, or remove the steps to start from scratch"
-                )
+            self._check_nothing_was_there()
             return None
         logger.warning("memory holds no usable checkpoint below %s: falling back to storage", self.job_root)
         error: Exception | None = None
@@ -565,9 +560,19 @@ class Flashpoint:
             error = failure
         self._agree("fallback", error)
         if not found:
+            self._check_nothing_was_there()
             return None
         count("recoveries")
         return RecoverResult(step, "storage", time.perf_counter() - start_s, 0)
+
+    def _check_nothing_was_there(self) -> None:
+        """Raise if there are versions that only could not be loaded this time."""
+        if self._loader.unloadable:
+            raise RecoveryError(
+                f"rank {self._coordinator.rank}: steps {self._loader.unloadable} are below {self.job_root} or on its "
+                "peers, but none could be loaded; the warnings before this say why. Mend that and start again, "
+                "pass a fallback that has a checkpoint, or remove the steps to start from scratch"
+            )
 
     def _agree(self, topic: str, error: Exception | None) -> None:
         """Raise on every rank what any rank found."""

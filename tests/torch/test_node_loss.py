@@ -208,8 +208,9 @@ def try_to_recover(rank: int, job_root: str, **settings: Any) -> str:
     """What a fresh process is told where nothing can be loaded; its state is as it was."""
     with fpt.init(job_root, **settings) as fp:
         state = blank_state()
-        with pytest.raises(RecoveryError) as failure:
-            fp.recover(state)
+        for fallback in (None, lambda _: None):  # without one, and with one that has nothing either
+            with pytest.raises(RecoveryError) as failure:
+                fp.recover(state, fallback=fallback)
         assert states.same(state, blank_state())
         return str(failure.value)
 
