@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 import socket as sockets
+import threading
 import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
@@ -198,6 +199,7 @@ class Transport:
         self._local_folder = -1
         self._closed = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._waking = threading.RLock()  # a signal's handler may wake while its thread closes
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
         self._poller = zmq.Poller()
@@ -370,8 +372,9 @@ class Transport:
 
     def wake(self) -> None:
         """End a `poll` that waits; from any thread, or a signal's handler."""
-        if not self._closed:
-            os.eventfd_write(self._wake_fd, 1)
+        with self._waking:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def poll(self, timeout_s: float) -> list[Event]:
         """What happened, waited for no longer than ``timeout_s``. Call it often: time passes only here."""
@@ -639,7 +642,9 @@ class Transport:
         if hasattr(self, "_control_monitor"):
             self._control.disable_monitor()
         self._context.destroy(linger=0)
-        os.close(self._wake_fd)
+        with self._waking:
+            wake_fd, self._wake_fd = self._wake_fd, -1
+            os.close(wake_fd)
         if self._local_path:
             with contextlib.suppress(OSError):  # the job root was deleted
                 os.unlink(self._local_path)  # which libzmq leaves behind

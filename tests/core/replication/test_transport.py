@@ -337,6 +337,35 @@ def test_poll_waits_and_wakes():
         one.wake()
 
 
+def test_whoever_wakes_one_that_is_being_closed_touches_nothing_else(monkeypatch):
+    one = Transport(JobKeys.generate(), host=HOST)
+    write, inside, go_on = os.eventfd_write, threading.Event(), threading.Event()
+
+    def slow_write(fd, value):
+        inside.set()
+        go_on.wait(10)
+        write(fd, value)  # to a descriptor that may be somebody else's by now
+
+    monkeypatch.setattr(os, "eventfd_write", slow_write)
+    errors = []
+
+    def wake():
+        try:
+            one.wake()
+        except OSError as error:
+            errors.append(error)
+
+    waker, closer = threading.Thread(target=wake), threading.Thread(target=one.close)
+    waker.start()
+    assert inside.wait(10)
+    closer.start()
+    closer.join(0.2)  # long enough to close what nobody holds
+    go_on.set()
+    waker.join()
+    closer.join()
+    assert not errors
+
+
 def test_threads_of_their_own(world):
     _, one, two = world.start(2)
     over = threading.Event()
