@@ -337,9 +337,12 @@ class Replicator:
         effects: list[Effect] = []
         for holder in self.holders:
             effects += self._offer_to(holder, now_s)
-        for key in [*self._wanted(), *self._unconfirmed()]:
-            if self._is_met(key):
-                effects += self._report_met(key, now_s)
+        met = [key for key in self._wanted() if self._is_met(key)]
+        for key in [
+            *met,
+            *self._unconfirmed(),
+        ]:  # what is replicated was met, whoever knows the holders' answers
+            effects += self._report_met(key, now_s)
         effects += self._give_up()
         for key, repeat in self._retracts.items():
             if repeat.is_due(now_s):

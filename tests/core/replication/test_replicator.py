@@ -360,6 +360,14 @@ def test_a_leader_that_was_started_again_lets_go_of_nothing_that_it_may_have_ann
     assert not {type(effect) for effect in node.tick(50.0)} & {GiveUp, Retract}
 
 
+def test_what_a_restarted_node_heard_to_be_replicated_it_tells_a_restarted_leader() -> None:
+    node = Replicator(membership(2), 1, keep=1)
+    node.found(holding(1), 0.0)  # its own copies are not confirmed to it in this life
+    node.replied(0, Outcome(key(1), replicated=True), 0.1)
+    node.lost(0)
+    assert said(node.tick(1.0)) == [Met(key(1))]
+
+
 def test_a_lost_peer_is_offered_everything_again() -> None:
     source = Replicator(membership(2), 0, keep=1)
     source.found({key(1): Local(1, (name(0),), (name(0),), frozenset({name(0)}), True)}, 0.0)
