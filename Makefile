@@ -28,8 +28,9 @@ demo-node-loss: $(STAMP) ## Lose one node of three with its memory, go on from t
 demo-jax: $(STAMP) ## Train a small Flax GPT through Orbax, kill it twice, lose a node
 	$(PY) examples/train_flax.py $(ARGS)
 
+# Two workers are enough: much of a test's time is that of processes which start, and all share one memory.
 test: lint ## Lint, check types, run the tests
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(STAMP) ## Check style and types
 	$(PY) -m ruff check
