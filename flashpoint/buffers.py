@@ -30,6 +30,7 @@ from flashpoint.checksums import Bytes
 from flashpoint.errors import NoSpaceError
 from flashpoint.locks import keep_from_children, try_lock
 from flashpoint.memory import PREFAULT_BYTES, file_system, human_bytes, prefault
+from flashpoint.trace import traced
 
 POOL_NAME: Final = ".pool"
 TURN_WAIT_S: Final = 5.0
@@ -133,6 +134,7 @@ class BufferPool:
 
     # ---- taking and giving back -----------------------------------------------------------------
 
+    @traced("acquire buffer")
     def acquire(self, nbytes: int) -> BufferObject:
         """A buffer of exactly ``nbytes``, locked for this process: recycled if one is free, else new.
 

@@ -51,6 +51,8 @@ class FlashpointConfig:
         agent_port: port on which it listens for messages; 0 takes any.
         agent_bulk_port: port on which it listens for bulk data; 0 takes any.
         agent_idle_s: how long it stays when no trainer lives and nobody asks it for anything.
+        metrics_port: port on which it serves Prometheus metrics; 0 serves none.
+        metrics_host: address on which it does.
         encrypt: seal bulk data between nodes. Messages always are.
         peer_timeout_s: longest that a transfer makes no progress, before it is given up.
         storage: URL of long-term storage, to which the agent drains versions: ``file:///folder``,
@@ -84,6 +86,8 @@ class FlashpointConfig:
     agent_port: int = 0
     agent_bulk_port: int = 0
     agent_idle_s: float = 3600.0
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
     encrypt: bool = True
     peer_timeout_s: float = 30.0
     storage: str = ""
@@ -113,10 +117,12 @@ class FlashpointConfig:
         if self.agent not in AGENTS:
             raise ConfigError(f"agent must be one of {', '.join(AGENTS)}, not {self.agent!r}")
         _plain("failure_domain", self.failure_domain, limits.DOMAIN_CHARS_MAX)
-        _plain("agent_host", self.agent_host, limits.HOST_CHARS_MAX)
-        if " " in self.agent_host:
-            raise ConfigError(f"agent_host must be an address or a host's name, not {self.agent_host!r}")
-        for name in ("agent_port", "agent_bulk_port"):
+        for name in ("agent_host", "metrics_host"):
+            host = getattr(self, name)
+            _plain(name, host, limits.HOST_CHARS_MAX)
+            if " " in host:
+                raise ConfigError(f"{name} must be an address or a host's name, not {host!r}")
+        for name in ("agent_port", "agent_bulk_port", "metrics_port"):
             _at_least(name, getattr(self, name), 0)
             _at_most(name, getattr(self, name), 65_535)
         _storage_url(self.storage)
@@ -153,8 +159,8 @@ class FlashpointConfig:
 
     @property
     def has_agent(self) -> bool:
-        """Whether each node has an agent: to copy, to drain, or both."""
-        return bool(self.copies or self.storage)
+        """Whether each node has an agent: to copy, to drain, to show metrics."""
+        return bool(self.copies or self.storage or self.metrics_port)
 
     def to_env(self) -> dict[str, str]:
         """These settings as environment variables, for a process to be started: `from_env` gives them back."""

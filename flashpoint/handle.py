@@ -30,6 +30,7 @@ class SaveHandle:
         replication_error: why a complete version did not become replicated; None otherwise.
         timings: seconds by part: ``blocking`` (what training waited for), ``stage``, ``write``,
             ``commit``, ``complete`` and ``replicated`` (from the call to the moment).
+        begin_s: when it was called for, of ``time.perf_counter()``.
     """
 
     def __init__(self, step: int, *, strict: bool, has_copies: bool = False) -> None:
@@ -39,7 +40,7 @@ class SaveHandle:
         self.replication_error: Exception | None = None
         self.timings = Timings()
         self._strict = strict
-        self._start_s = time.perf_counter()
+        self.begin_s = time.perf_counter()
         self._moments = {moment: threading.Event() for moment in MOMENTS}
         if not has_copies:
             self._moments["replicated"] = self._moments["complete"]
@@ -82,12 +83,12 @@ class SaveHandle:
         try:
             yield
         finally:
-            self.timings["blocking"] = time.perf_counter() - self._start_s
+            self.timings["blocking"] = time.perf_counter() - self.begin_s
 
     def reach(self, moment: str) -> None:
         """Tell that the version has reached ``moment`` (called by the saver)."""
         with self._settled:
-            self.timings[moment] = time.perf_counter() - self._start_s
+            self.timings[moment] = time.perf_counter() - self.begin_s
             self._event(moment).set()
             self._settled.notify_all()
 

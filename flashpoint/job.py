@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from flashpoint import trace
 from flashpoint.config import FlashpointConfig
 from flashpoint.coordinator import Coordinator
 from flashpoint.errors import FlashpointError, reason_of
@@ -89,6 +90,7 @@ def open_job(
         FlashpointError: a rank cannot use the job root; the message names it.
     """
     rank, copies = coordinator.rank, config.copies
+    trace.name_process(f"rank {rank}")
     owner: Owner | None = None
     objects: CheckpointObjectManager | None = None
     error: Exception | None = None

@@ -31,6 +31,7 @@ from flashpoint.peers import Needs, Peers
 from flashpoint.recovery import Read, plan_reads
 from flashpoint.retention import Version, newest_first
 from flashpoint.telemetry import count, logger
+from flashpoint.trace import traced
 from flashpoint.view import CheckpointView
 
 if TYPE_CHECKING:  # ZeroMQ is loaded only for jobs with copies
@@ -86,6 +87,7 @@ class MLFlashpointCheckpointLoader:
 
     # ---- 1. candidates --------------------------------------------------------------------------
 
+    @traced("agree on candidates")
     def candidates(self) -> list[Version]:
         """Versions to try, newest first: those that every node holds complete, or any, if nodes hold copies.
 
@@ -150,6 +152,7 @@ class MLFlashpointCheckpointLoader:
         """Open one version on every rank and verify this rank's share of it; None unless all succeed."""
         return self._open_together(container, warm, needs)[0]
 
+    @traced("open and verify")
     def _open_together(
         self, container: CheckpointContainerId, warm: bool, needs: Needs | None
     ) -> tuple[CheckpointView | None, Verdict]:

@@ -16,6 +16,7 @@ from flashpoint.replication.messages import Key
 from flashpoint.replication.orders import Wanted
 from flashpoint.retrieval import Need, missing_objects, plan_fetches
 from flashpoint.telemetry import count, logger
+from flashpoint.trace import traced
 from flashpoint.view import CheckpointView
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Peers:
 
     # ---- who holds what ---------------------------------------------------------------------------
 
+    @traced("exchange holdings")
     def exchange_holdings(self, all_gather: Callable[[Any], list[Any]]) -> None:
         """Tell all ranks what this node holds of the version, and hear it of all others.
 
@@ -80,6 +82,7 @@ class Peers:
             self._key = Key(epoch, self._container.step, digest)
             self._bits = {index: answer[3] for index, answer in told.items() if answer[1] == digest}
 
+    @traced("fetch manifest")
     def fetch_manifest(self) -> None:
         """Get the manifest, if this node lacks it, or has one that is garbled or of another save.
 
@@ -95,6 +98,7 @@ class Peers:
 
     # ---- getting it -------------------------------------------------------------------------------
 
+    @traced("fetch objects")
     def fetch_objects(self, view: CheckpointView, needs: Needs | None) -> int:
         """Get what this rank needs and this node lacks, and verify all that it needs; how many bytes came.
 

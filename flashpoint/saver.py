@@ -41,6 +41,7 @@ from flashpoint.markers import Marker
 from flashpoint.objects import CheckpointObjectManager
 from flashpoint.retention import Version, left_over, superseded
 from flashpoint.telemetry import logger
+from flashpoint.trace import span, traced
 from flashpoint.values import to_json
 
 _LAYOUTS_MAX: Final = 4096  # remembered by the leader, so that unchanged ones are not sent again
@@ -147,6 +148,7 @@ class MLFlashpointCheckpointSaver:
             del self._begun[next(iter(self._begun))]
         return PendingCheckpoint(container, f"save/{tag}{container.step}.{times}")
 
+    @traced("initialize")
     def initialize_checkpoint(self, pending: PendingCheckpoint, *, overwrite: bool = False) -> None:
         """Declare the version dirty on this node, then make its folder.
 
@@ -192,6 +194,7 @@ class MLFlashpointCheckpointSaver:
 
     # ---- 3. stage -------------------------------------------------------------------------------
 
+    @traced("stage object")
     def stage(self, layout: ObjectLayout, fill: Callable[[BufferObject], None]) -> StagedObject:
         """Take a buffer and have ``fill`` copy every entry's bytes to its place in it.
 
@@ -208,6 +211,7 @@ class MLFlashpointCheckpointSaver:
 
     # ---- 4. write -------------------------------------------------------------------------------
 
+    @traced("write objects")
     def write(self, pending: PendingCheckpoint) -> None:
         """Name ``pending.staged`` as this version's objects of this rank, in order, and seal them.
 
@@ -221,7 +225,8 @@ class MLFlashpointCheckpointSaver:
             buffer.data[: layout.header_bytes] = memoryview(layout.header)
             self._fill_gaps(pending, part)
             chunk_bytes = chunk_size(layout.nbytes, self.config.chunk_bytes)
-            digests = chunk_digests(buffer.data, chunk_bytes, threads=self.config.seal_threads)
+            with span("seal", object=obj.name, bytes=layout.nbytes):
+                digests = chunk_digests(buffer.data, chunk_bytes, threads=self.config.seal_threads)
             pending.records.append(ObjectRecord(obj.name, layout.nbytes, layout.digest, chunk_bytes, digests))
 
     def _fill_gaps(self, pending: PendingCheckpoint, part: StagedObject) -> None:
@@ -231,6 +236,7 @@ class MLFlashpointCheckpointSaver:
 
     # ---- 5. metadata ----------------------------------------------------------------------------
 
+    @traced("write metadata")
     def write_metadata(self, pending: PendingCheckpoint) -> CommitRecord:
         """Vote for this rank's part; when all ranks have, the manifest is written on every node.
 
@@ -276,7 +282,8 @@ class MLFlashpointCheckpointSaver:
         )
         if not error:
             self._publish_layouts(layouts)
-        votes = coordinator.gather(f"{pending.topic}/vote", msgspec.msgpack.encode(vote), timeout_s)
+        with span("gather votes"):
+            votes = coordinator.gather(f"{pending.topic}/vote", msgspec.msgpack.encode(vote), timeout_s)
         if votes is None:
             # The leader waits up to timeout_s for the votes, and again for layouts, before it answers.
             return self._hear(pending, "decision", 2 * timeout_s)
@@ -335,6 +342,7 @@ class MLFlashpointCheckpointSaver:
             raise SaveError(pending.step, failures)
         return decision.record
 
+    @traced("write manifest")
     def _put_manifest(
         self, pending: PendingCheckpoint, record: CommitRecord, values: Iterable[bytes]
     ) -> None:
@@ -352,6 +360,7 @@ class MLFlashpointCheckpointSaver:
 
     # ---- 6. finalize ----------------------------------------------------------------------------
 
+    @traced("finalize")
     def finalize(self, pending: PendingCheckpoint) -> None:
         """Take the markers away; when all are gone, the version is complete and older ones are given up.
 
@@ -485,6 +494,7 @@ class MLFlashpointCheckpointSaver:
         self.coordinator.broadcast(key, msgspec.msgpack.encode(decision), 0)
         return decision
 
+    @traced("wait for the leader")
     def _hear(self, pending: PendingCheckpoint, name: str, timeout_s: float) -> Decision:
         try:
             answer = self.coordinator.broadcast(f"{pending.topic}/{name}", None, timeout_s)
@@ -500,6 +510,7 @@ class MLFlashpointCheckpointSaver:
             self.coordinator.remove(key)
         self._keys.clear()
 
+    @traced("collect reports")
     def _collect(
         self, pending: PendingCheckpoint, name: str, report: Report, ranks: Sequence[int]
     ) -> dict[int, str] | None:

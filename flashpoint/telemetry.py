@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from flashpoint import trace
+
 logger: Final = logging.getLogger("flashpoint")
 
 _lock = threading.Lock()
@@ -45,6 +47,7 @@ class Timings(dict[str, float]):
     def span(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with trace.span(name):
+                yield
         finally:
             self[name] = self.get(name, 0.0) + time.perf_counter() - start

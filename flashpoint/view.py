@@ -21,6 +21,7 @@ from flashpoint.located import container_at
 from flashpoint.manifest import Manifest, ObjectRecord, plain_value
 from flashpoint.objects import CheckpointObjectManager, MappedObject
 from flashpoint.recovery import plan_reads, preferred_entries, values_source
+from flashpoint.trace import traced
 
 Array = np.ndarray[Any, Any]
 
@@ -154,6 +155,7 @@ class CheckpointView(Mapping[str, Any]):
                 self._check(mapped, range(begin // record.chunk_bytes, -(-end // record.chunk_bytes)))
         return mapped
 
+    @traced("verify")
     def verify(self, records: Iterable[ObjectRecord] | None = None) -> None:
         """Verify whole objects now, by default all.
 

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from flashpoint import trace
 from flashpoint.buffers import BufferObject
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import (
@@ -269,7 +270,7 @@ class Flashpoint:
             error, self._last = self._last.error, None
             raise error
         pending = None
-        with handle.blocking():
+        with handle.blocking(), trace.span("save: training waits", step=step):
             try:
                 in_time = self._wait_for_turn()
                 pending = self._saver.begin(step)
@@ -308,15 +309,17 @@ class Flashpoint:
     ) -> None:
         resolved = resolve_stateful(state)
         if planner is None:
-            plan, leaves = self._plans.plan(resolved)
-            layout, sources, extras = plan.layout, plan.sources(leaves), plan.extras(leaves)
+            with trace.span("plan"):
+                plan, leaves = self._plans.plan(resolved)
+                layout, sources, extras = plan.layout, plan.sources(leaves), plan.extras(leaves)
         else:
             planned = planned_state(planner, resolved, is_coordinator=self._coordinator.is_leader)
             layout, sources = plan_layout(planned.entries), planned.tensors
             extras = Extras(planned.values, planned.blobs)
 
         def fill(buffer: BufferObject) -> None:
-            stage_into(buffer, layout, sources)
+            with trace.span("copy", bytes=layout.nbytes):
+                stage_into(buffer, layout, sources)
 
         pending.staged.append(self._saver.stage(layout, fill))
         pending.values = extras.values
@@ -340,6 +343,7 @@ class Flashpoint:
             saver.abandon(pending)  # where its outcome is known already, this changes nothing
             raise
         handle.reach("complete")
+        trace.record("save", handle.begin_s, time.perf_counter(), step=handle.step, bytes=handle.nbytes)
         count("saves_complete")
         logger.info("step %d is complete after %.3f s", handle.step, handle.timings["complete"])
         if self._replication is not None:
@@ -375,6 +379,8 @@ class Flashpoint:
 
     def _report(self, step: int, error: Exception) -> None:
         count("saves_failed")
+        if self._replication is not None:
+            self._replication.observed("save", "failed", {})
         logger.warning(
             "rank %d: the save of step %d did not become complete, older steps stay: %s",
             self._coordinator.rank,
@@ -387,7 +393,8 @@ class Flashpoint:
         if self._running is None:
             return True
         try:
-            self._running.result(self.config.overlap_wait_s)
+            with trace.span("wait for the save before"):
+                self._running.result(self.config.overlap_wait_s)
         except TimeoutError:
             return False
         return True
@@ -495,6 +502,9 @@ class Flashpoint:
             self._replication.settled(version)
         count("recoveries")
         seconds = time.perf_counter() - start_s
+        trace.record("recover", start_s, start_s + seconds, step=version.step, tier=tier)
+        if self._replication is not None:
+            self._replication.observed("recovery", tier, {"recovery": seconds})
         place = "storage" if tier == "storage" else f"{tier} memory"
         logger.info("step %d was recovered from %s in %.3f s", version.step, place, seconds)
         return RecoverResult(version.step, tier, seconds, restore.nbytes, timings)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 import flashpoint
+from flashpoint import trace
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import DeadlineError, ReplicationError
 from flashpoint.replication.agent_folder import AGENT_NAME, AgentFolder, HeldLock, wait_until_free
@@ -166,6 +167,7 @@ def run_agent(
     """
     logging.basicConfig(format="%(asctime)s %(process)d %(levelname)s %(message)s")
     logger.setLevel(log_level)
+    trace.name_process("agent")
     config = config or FlashpointConfig.from_env()
     _give_way()
     _keep_freed_memory()
@@ -343,6 +345,8 @@ def _spawn(folder: AgentFolder, config: FlashpointConfig, deadline: float) -> in
 
 def _environment(config: FlashpointConfig) -> dict[str, str]:
     environ = {**os.environ, **config.to_env()}
+    if path := environ.get(trace.VARIABLE):
+        environ[trace.VARIABLE] = os.path.abspath(path)  # it has another working folder
     # numpy's linear algebra would start a thread for every core, and has nothing to do here.
     environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     place = os.path.dirname(os.path.dirname(os.path.abspath(flashpoint.__file__)))

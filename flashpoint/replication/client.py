@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
@@ -117,6 +117,12 @@ class AgentClient:
     def completed(self, epoch: int, step: int, timeout_s: float = ANSWER_S) -> None:
         """Tell that a version is complete on every node."""
         self.order(orders.Completed(0, epoch, step), timeout_s)
+
+    def observed(
+        self, what: str, outcome: str, nbytes: int, seconds: Mapping[str, float], timeout_s: float = ANSWER_S
+    ) -> None:
+        """Tell how a save or a recovery went."""
+        self.order(orders.Observed(0, what, outcome, nbytes, dict(seconds)), timeout_s)
 
     def settled(self, epoch: int, step: int, timeout_s: float = ANSWER_S) -> None:
         """Tell that the job goes on from this version, of an earlier epoch."""

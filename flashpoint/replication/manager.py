@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 import flashpoint
+from flashpoint import trace
 from flashpoint.checksums import Bytes
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import FlashpointError, ProtocolError, reason_of
@@ -31,6 +32,7 @@ from flashpoint.replication.agent_folder import AgentFolder, Assignment
 from flashpoint.replication.inventory import Inventory, Item, local_of
 from flashpoint.replication.keys import JobKeys, read_keys, write_keys
 from flashpoint.replication.messages import Data, Fetch, Key, Refused
+from flashpoint.replication.metrics import Standings, start_metrics
 from flashpoint.replication.replicator import (
     Acquire,
     Announce,
@@ -94,6 +96,11 @@ class ReplicationManager:
         self._replicator: Replicator | None = None
         self._assignment: Assignment | None = None  # that the replicator works by
         self._drainer: Drainer | None = None  # in a job with long-term storage
+        self._metrics = (
+            start_metrics(self.job_root, host=config.metrics_host, port=config.metrics_port)
+            if config.metrics_port
+            else None
+        )
         self._acquisitions: list[Acquisition] = []
         self._by_request: dict[int, Acquisition] = {}
         self._numbers = itertools.count(1)
@@ -209,6 +216,8 @@ class ReplicationManager:
             worker.shutdown(wait=True, cancel_futures=True)
         if self._drainer is not None:
             self._drainer.close()
+        if self._metrics is not None:
+            self._metrics.close()
         self._served.clear()
         self._transport.close()
         self.objects.close()
@@ -301,6 +310,25 @@ class ReplicationManager:
             self._carry_out(self._replicator.found(local, now_s))
         self._offer_to_storage()
         self._forget_waiters()
+        if self._metrics is not None:
+            self._metrics.show(self._standings())
+
+    def _standings(self) -> Standings:
+        replicator, drainer = self._replicator, self._drainer
+        steps: dict[str, list[int]] = {}
+        for key in self._items:
+            state = replicator.standing(key).name.lower() if replicator is not None else "unproven"
+            steps.setdefault(state, []).append(key.step)
+        replicated = steps.get("replicated", [])
+        complete = [*steps.get("complete", []), *replicated]
+        drained = drainer.last if drainer is not None else None
+        return Standings(
+            versions={state: len(found) for state, found in steps.items()},
+            complete_step=max(complete, default=-1),
+            replicated_step=max(replicated, default=-1),
+            drained_step=drained.step if drained is not None else -1,
+            peers=Counter(state == OPEN for state in self._peers.values()),
+        )
 
     def _offer_to_storage(self) -> None:
         if self._drainer is not None and self._replicator is not None:
@@ -359,7 +387,11 @@ class ReplicationManager:
         *,
         reader: int = 0,
     ) -> Acquisition:
+        begin_s = time.perf_counter()
+
         def end(error: tuple[str, str] | None) -> None:
+            facts = {"step": key.step, "bytes": acquisition.nbytes, "error": error[0] if error else ""}
+            trace.record("get objects", begin_s, time.perf_counter(), **facts)
             self._acquisitions.remove(acquisition)
             for number in [n for n, owner in self._by_request.items() if owner is acquisition]:
                 del self._by_request[number]
@@ -559,6 +591,10 @@ class ReplicationManager:
             return self._await(connection, order)
         if isinstance(order, orders.Inquire):
             return self._report(number)
+        if isinstance(order, orders.Observed):
+            if self._metrics is not None:
+                self._metrics.observe(order)
+            return orders.Done(number)
         if isinstance(order, orders.Release):
             self.released = True
             self._linger_until_s = now_s + order.linger_s

@@ -7,11 +7,12 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import flashpoint
+from flashpoint import trace
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import DeadlineError, FlashpointError, ReplicationError
 from flashpoint.handle import SaveHandle
@@ -153,6 +154,28 @@ class NodeReplication:
             count("agent_errors")
             logger.warning("the agent of node %d cannot be told of anything: %s", self.index, error)
 
+    def observed(self, what: str, outcome: str, seconds: Mapping[str, float], nbytes: int = 0) -> None:
+        """Tell how a save or a recovery went, if the agent shows metrics. Never raises, and does not wait."""
+
+        def run() -> None:
+            try:
+                self._observed(what, outcome, seconds, nbytes)
+            finally:
+                self._followed.release()
+
+        if self._shows_metrics and self._followed.acquire(blocking=False):
+            self._followers.submit(run)
+
+    def _observed(self, what: str, outcome: str, seconds: Mapping[str, float], nbytes: int = 0) -> None:
+        if self._shows_metrics:
+            # Without an agent there is a number less: whoever saves next finds out that it is gone.
+            with contextlib.suppress(FlashpointError, OSError):
+                self._client.observed(what, outcome, nbytes, seconds, timeout_s=ORDER_TIMEOUT_S)
+
+    @property
+    def _shows_metrics(self) -> bool:
+        return self._is_first and bool(self.config.metrics_port) and not self._closed.is_set()
+
     def follow(self, handle: SaveHandle, version: Version) -> None:
         """Have the agent told of a complete version, and the handle of when it is replicated. Returns at once.
 
@@ -162,8 +185,16 @@ class NodeReplication:
         def run() -> None:
             try:
                 self.completed(version)
+                self._observed("save", "complete", handle.timings, handle.nbytes)
                 if self.await_replicated(version, REPLICATED_TIMEOUT_S):
                     handle.reach("replicated")
+                    trace.record(
+                        "replicate",
+                        handle.begin_s + handle.timings["complete"],
+                        time.perf_counter(),
+                        step=version.step,
+                    )
+                    self._observed("save", "replicated", {"replicated": handle.timings["replicated"]})
                     logger.info(
                         "step %d is replicated after %.3f s", version.step, handle.timings["replicated"]
                     )
@@ -177,6 +208,7 @@ class NodeReplication:
             finally:
                 self._followed.release()
             handle.fail_replication(error)
+            self._observed("save", "unreplicated", {})
 
         if self._followed.acquire(blocking=False):
             self._followers.submit(run)

@@ -105,6 +105,21 @@ class Inquire(Order, frozen=True, tag="inquire"):
     """How do the versions stand?"""
 
 
+class Observed(Order, frozen=True, tag="observed"):
+    """How a save or a recovery of this node's first rank went, for the metrics.
+
+    Attributes:
+        what: ``save`` or ``recovery``.
+        outcome: of a save ``complete``, ``failed``, ``replicated`` or ``unreplicated``; of a recovery its tier.
+        seconds: by part, as a handle's timings.
+    """
+
+    what: Annotated[str, Meta(max_length=32)]
+    outcome: Annotated[str, Meta(max_length=32)]
+    nbytes: Count
+    seconds: Annotated[dict[str, float], Meta(max_length=32)]
+
+
 class Release(Order, frozen=True, tag="release"):
     """The job is done: end when what is complete is replicated, or after ``linger_s``."""
 
@@ -177,7 +192,18 @@ class Report(Order, frozen=True, tag="report"):
     storage: StorageReport | None = None
 
 
-Orders = Identify | Configure | Completed | Settled | Await | RetrieveManifest | Retrieve | Inquire | Release
+Orders = (
+    Identify
+    | Configure
+    | Completed
+    | Settled
+    | Await
+    | RetrieveManifest
+    | Retrieve
+    | Inquire
+    | Observed
+    | Release
+)
 Answers = Identity | Done | Failed | Report
 
 _T = TypeVar("_T")
