@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-node-loss demo-jax test lint format bench bench-jax notebooks soak wheel clean
+.PHONY: help setup demo demo-node-loss demo-jax test lint format bench bench-jax notebooks docs soak wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -49,6 +49,9 @@ bench-jax: $(STAMP) ## Measure saving and restoring through Orbax
 
 notebooks: $(STAMP) ## Run every notebook and keep its output
 	$(PY) scripts/run_notebooks.py notebooks/*.ipynb $(ARGS)
+
+docs: $(STAMP) ## Build the documentation into build/site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 soak: $(STAMP) ## Run the long tests
 	$(PY) -m pytest -m soak $(ARGS)
