@@ -8,6 +8,15 @@ state = manager.restore(step, args=ocp.args.StandardRestore(abstract_state))
 params = flashpoint_jax.load("/dev/shm/job-2/step-100_ckpt", abstract_params)       # of a PyTorch job
 """
 
+try:
+    import jax as _jax  # noqa: F401
+    import orbax.checkpoint as _orbax  # noqa: F401
+    import tensorstore as _tensorstore  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"flashpoint_jax needs JAX, Orbax and TensorStore: pip install 'flashpoint[jax]' ({error})"
+    ) from error
+
 from flashpoint_jax.exchange import load
 from flashpoint_jax.handlers import (
     FlashpointCheckpointHandler,

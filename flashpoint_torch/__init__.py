@@ -8,6 +8,11 @@ with fpt.init("/dev/shm/job-1", keep=1) as fp:      # on every rank
 fpt.load("/dev/shm/job-2/100/default", state)       # of a JAX job
 """
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError("flashpoint_torch needs PyTorch: pip install 'flashpoint[torch]'") from error
+
 from flashpoint.handle import SaveHandle
 from flashpoint_torch.exchange import load
 from flashpoint_torch.hf_export import Export, Saver, SaverConfig
