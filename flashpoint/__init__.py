@@ -1,8 +1,10 @@
 """Flashpoint: memory-first checkpoints. This package is the framework-neutral core.
 
+```python
 import flashpoint
 with flashpoint.open("/dev/shm/job-1/step-100_ckpt") as checkpoint:
     checkpoint["model.weight"]          # a read-only numpy view, no copy, verified on first use
+```
 """
 
 from flashpoint.buffers import BufferObject

@@ -1,11 +1,13 @@
 """Flashpoint for JAX: memory-first checkpoints through Orbax.
 
+```python
 import flashpoint_jax
 manager = ocp.CheckpointManager("/dev/shm/job-1", options=options, handler_registry=flashpoint_jax.registry())
 manager.save(step, args=ocp.args.StandardSave(state))       # as before
 state = manager.restore(step, args=ocp.args.StandardRestore(abstract_state))
 
 params = flashpoint_jax.load("/dev/shm/job-2/step-100_ckpt", abstract_params)       # of a PyTorch job
+```
 """
 
 try:

@@ -1,11 +1,13 @@
 """Flashpoint for PyTorch: memory-first checkpoints for training loops and ``torch.distributed.checkpoint``.
 
+```python
 import flashpoint_torch as fpt
 with fpt.init("/dev/shm/job-1", keep=1) as fp:      # on every rank
     fp.recover(state)                               # None, or what was loaded into `state`
     fp.async_save(state, step=20)                   # returns when staged
 
 fpt.load("/dev/shm/job-2/100/default", state)       # of a JAX job
+```
 """
 
 try:
