@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import ml_dtypes
@@ -137,3 +138,11 @@ def flashpoint(*args, **options):
 
 def rows(text):
     return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def until(condition, timeout_s=60):
+    """Wait for what an agent or another process is about to do."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come true"
+        time.sleep(0.02)

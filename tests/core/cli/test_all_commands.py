@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,7 @@ def test_a_reader_that_goes_away_is_no_error(job_root):
 # What makes each command print all the JSON that it can: a new command gets a line here.
 EXAMPLES = {
     "ls": ["{root}"],
+    "status": ["{root}"],
     "inspect": ["{container}", "ids"],
     "verify": ["{root}"],
     "agent": ["{root}", "--stop"],
@@ -113,9 +115,7 @@ def test_every_command_prints_json_and_nothing_else_and_its_help_documents_every
     report = json.loads(out)
     assert out.count("\n") == 1
     help_text = run(name, "--help")[1]
-    documented = set(
-        help_text.replace("[]", " ").replace(",", " ").replace("}", " ").replace("{", " ").split()
-    )
+    documented = set(re.findall(r"\w+", help_text))
     assert set(keys_of(report)) <= documented
 
 

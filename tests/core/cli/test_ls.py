@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from flashpoint import manifest
-from flashpoint.cli import ls, versions
+from flashpoint.cli import discovery, versions
+from flashpoint.storage import claim
 from tests.core.cli.roots import (
     ARRAYS,
     begun,
@@ -16,7 +17,9 @@ from tests.core.cli.roots import (
     saved,
     saved_by_two_ranks,
     saver_of,
+    until,
 )
+from tests.core.replication.nodes import Nodes
 
 
 def test_ls_tells_complete_saving_and_dirty_versions_apart_newest_first(job_root):
@@ -47,11 +50,46 @@ def test_ls_finds_the_job_roots_one_level_below_a_folder(job_root, run_json):
     assert [root["path"] for root in found["job_roots"]] == [job_root, f"{parent}/other"]
 
 
-def test_ls_looks_into_dev_shm_where_no_folder_is_given(monkeypatch, run_json):
-    seen = []
-    monkeypatch.setattr(ls, "_job_roots", lambda place: seen.append(place) or [])
-    assert run_json("ls") == (0, {"job_roots": []})
-    assert seen == ["/dev/shm"]
+def test_ls_without_an_argument_finds_this_users_job_roots_and_no_others(
+    job_root, run, run_json, monkeypatch
+):
+    parent = Path(job_root).parent
+    monkeypatch.setattr(
+        discovery, "memory_places", lambda: [str(parent), "/dev/shm/flashpoint-no-such-place"]
+    )
+    assert run("ls")[1].startswith(f"no checkpoints of user {os.geteuid()} in ")
+    saved(job_root)
+    saved(str(parent / "alice" / "deeper"))
+    saved(str(parent / "too" / "deep" / "job"))
+    os.symlink(job_root, parent / "link")
+    assert [root["path"] for root in run_json("ls")[1]["job_roots"]] == [job_root, f"{parent}/alice/deeper"]
+    if os.geteuid() == 0:
+        os.chown(job_root, 12345, 12345)
+        assert [root["path"] for root in run_json("ls")[1]["job_roots"]] == [f"{parent}/alice/deeper"]
+
+
+def test_dev_shm_is_the_first_place_to_look_into():
+    assert discovery.memory_places()[0] == "/dev/shm"
+
+
+def test_ls_tells_which_tiers_hold_a_version(run, run_json, tmp_path):
+    with Nodes(2, copies=1, keep=2, storage=f"file://{tmp_path}") as nodes:
+        nodes.start()
+        claim.claim(nodes.config, nodes[0].job_root, nodes.keys.job, nodes.epoch, None)
+        nodes.save(10)
+        nodes.replicated(10)
+        until(lambda: nodes[0].client.inquire().storage.step == 10)
+        nodes[1].stop()  # what comes now is never replicated
+        nodes.save(20)
+        code, found = run_json("ls", nodes[0].job_root)
+        (root,) = found["job_roots"]
+        assert (code, root["agent"]) == (0, "alive")
+        tiers = {version["step"]: version["tiers"] for version in root["versions"]}
+        assert tiers == {20: ["memory"], 10: ["memory", "peer", "storage"]}
+        assert root["storage"] == {"drained_epoch": 1, "drained_step": 10, "error": ""}
+        out = run("ls", nodes[0].job_root)[1]
+        assert "memory peer storage" in out and "storage: step 10 of epoch 1 is drained" in out
+        assert run("ls", nodes[1].job_root)[1].startswith(f"{nodes[1].job_root}  agent dead\n")
 
 
 def test_ls_of_an_empty_folder_finds_nothing_and_is_fine(job_root, run):
