@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Final
 
 import flashpoint
-from flashpoint.cli import agent, inspect, ls, simulate, status, verify
-from flashpoint.cli.exit_codes import BAD, BUG, FINE, INTERRUPTED, NOT_FOUND, table
+from flashpoint.cli import agent, inspect, ls, rm, simulate, status, verify
+from flashpoint.cli.exit_codes import BAD, BUG, FINE, INTERRUPTED, NOT_FOUND, REFUSED, RefusedError, table
 from flashpoint.cli.output import printable
 from flashpoint.errors import CorruptObjectError, FlashpointError, ManifestError
 
-COMMANDS: Final = (ls, status, inspect, verify, agent, simulate)
+COMMANDS: Final = (ls, status, inspect, verify, rm, agent, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             traceback.print_exc()
         print(f"flashpoint {args.command}: {printable(_one_line(error))}", file=sys.stderr)
+        if isinstance(error, RefusedError):
+            return REFUSED
         return BAD if isinstance(error, ManifestError | CorruptObjectError) else NOT_FOUND
     except Exception:
         traceback.print_exc()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from flashpoint.errors import FlashpointError
+
 FINE: Final = 0
 BAD: Final = 1
 NOT_FOUND: Final = 2
@@ -28,3 +30,7 @@ MEANINGS: Final = {
 def table() -> str:
     """The table as ``--help`` shows it."""
     return "exit codes:\n" + "".join(f"  {code:<4}{meaning}\n" for code, meaning in MEANINGS.items())
+
+
+class RefusedError(FlashpointError):
+    """What was asked for would do harm: the command ends with `REFUSED`, and has changed nothing."""

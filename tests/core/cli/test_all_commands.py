@@ -90,6 +90,7 @@ EXAMPLES = {
     "status": ["{root}"],
     "inspect": ["{container}", "ids"],
     "verify": ["{root}"],
+    "rm": ["{root}", "101", "--yes"],
     "agent": ["{root}", "--stop"],
     "simulate": ["--seeds", "2", "--nodes", "2", "--jobs", "1"],
 }
