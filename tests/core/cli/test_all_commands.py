@@ -90,6 +90,7 @@ EXAMPLES = {
     "status": ["{root}"],
     "inspect": ["{container}", "ids"],
     "verify": ["{root}"],
+    "drain": ["{root}", "--to", "{tmp}"],
     "rm": ["{root}", "101", "--yes"],
     "agent": ["{root}", "--stop"],
     "simulate": ["--seeds", "2", "--nodes", "2", "--jobs", "1"],
@@ -107,10 +108,12 @@ def keys_of(value):
 
 
 @pytest.mark.parametrize("name", [module.NAME for module in cli.COMMANDS])
-def test_every_command_prints_json_and_nothing_else_and_its_help_documents_every_key(job_root, run, name):
+def test_every_command_prints_json_and_nothing_else_and_its_help_documents_every_key(
+    job_root, run, tmp_path, name
+):
     container = saved(job_root)
     crashed(job_root, 101)
-    args = [arg.format(root=job_root, container=container) for arg in EXAMPLES[name]]
+    args = [arg.format(root=job_root, container=container, tmp=tmp_path) for arg in EXAMPLES[name]]
     code, out, err = run(name, *args, "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
