@@ -520,6 +520,11 @@ def _owner_of(name: str) -> Owner | None:
     return AGENT if match["rank"] is None else int(match["rank"])
 
 
+def is_pool_file(name: str) -> bool:
+    """Whether a file of this name is one that a pool has made."""
+    return _FILE.fullmatch(name) is not None
+
+
 def _is_allocated(status: os.stat_result) -> bool:
     """Whether all of a file's pages are there: a hole that a full tmpfs cannot fill is a SIGBUS."""
     return 0 < status.st_size <= status.st_blocks * 512

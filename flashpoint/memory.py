@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 from typing import Final, NamedTuple
 
 from flashpoint.checksums import Bytes
@@ -33,7 +34,8 @@ class FileSystem(NamedTuple):
 def file_system(path: str) -> FileSystem:
     """The file system that ``path`` lies on, which must exist."""
     usage = os.statvfs(path)
-    mount_point, kind = _mount(path)
+    mount = mount_of(path)
+    mount_point, kind = (mount.mount_point, mount.kind) if mount is not None else (path, "unknown")
     return FileSystem(
         is_tmpfs=kind in ("tmpfs", "ramfs", "hugetlbfs"),
         kind=kind,
@@ -43,20 +45,48 @@ def file_system(path: str) -> FileSystem:
     )
 
 
-def _mount(path: str) -> tuple[str, str]:
-    """(mount point, type) of the mount that holds ``path``."""
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+class Mount(NamedTuple):
+    """A mount of this process's view of the file system.
+
+    Attributes:
+        device: ``major:minor`` of what lies on it.
+        options: of the mount and of its file system, such as ``noexec``, ``size=67108864k`` or ``huge=advise``.
+    """
+
+    mount_point: str
+    kind: str
+    device: str
+    options: frozenset[str]
+
+    def option(self, name: str) -> str | None:
+        """The value of ``name=value``; None where there is no such option."""
+        return next((o.partition("=")[2] for o in self.options if o.startswith(f"{name}=")), None)
+
+
+def mounts() -> list[Mount]:
+    """All mounts, in the order in which they were made; none where there is no /proc."""
+    found = []
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
-            for line in mounts:  # format: proc(5), /proc/pid/mountinfo
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+            for line in lines:  # format: proc(5), /proc/pid/mountinfo
                 before, _, after = line.partition(" - ")
-                fields = before.split(" ")
-                if fields[2] == wanted:
-                    return fields[4], after.split(" ")[0]
+                fields, (kind, _, more) = before.split(" "), after.rstrip("\n").split(" ", 2)
+                options = frozenset(fields[5].split(",")).union(more.split(","))
+                found.append(Mount(_unescaped(fields[4]), kind, fields[2], options))
     except OSError:
         pass  # no /proc: report what we know
-    return path, "unknown"
+    return found
+
+
+def mount_of(path: str) -> Mount | None:
+    """The mount that holds ``path``, which must exist; None where that cannot be told."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    return next((mount for mount in mounts() if mount.device == wanted), None)
+
+
+def _unescaped(mount_point: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount_point)
 
 
 def default_memory_limit(path: str) -> int:

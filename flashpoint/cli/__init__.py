@@ -17,26 +17,12 @@ from collections.abc import Sequence
 from typing import Final
 
 import flashpoint
-from flashpoint.cli import agent, inspect, ls, simulate, verify
+from flashpoint.cli import agent, drain, inspect, ls, rm, simulate, status, verify
+from flashpoint.cli.exit_codes import BAD, BUG, FINE, INTERRUPTED, NOT_FOUND, REFUSED, RefusedError, table
 from flashpoint.cli.output import printable
 from flashpoint.errors import CorruptObjectError, FlashpointError, ManifestError
 
-COMMANDS: Final = (ls, inspect, verify, agent, simulate)
-
-FINE: Final = 0
-CORRUPT: Final = 1
-NOT_FOUND: Final = 2
-BUG: Final = 70  # EX_SOFTWARE: never to be mistaken for a corrupt checkpoint
-INTERRUPTED: Final = 130
-
-_EPILOG: Final = """\
-exit codes:
-  0   fine
-  1   something is corrupt, or (simulate) an invariant was broken
-  2   wrong usage, not found, or (verify) unfinished
-  3   (agent) the job root has another agent
-  70  a bug in flashpoint: please report the traceback
-"""
+COMMANDS: Final = (ls, status, inspect, verify, drain, rm, agent, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             traceback.print_exc()
         print(f"flashpoint {args.command}: {printable(_one_line(error))}", file=sys.stderr)
-        return CORRUPT if isinstance(error, ManifestError | CorruptObjectError) else NOT_FOUND
+        if isinstance(error, RefusedError):
+            return REFUSED
+        return BAD if isinstance(error, ManifestError | CorruptObjectError) else NOT_FOUND
     except Exception:
         traceback.print_exc()
         return BUG
@@ -85,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flashpoint",
         description="Look at memory-first checkpoints, and run the agent that copies them.",
-        epilog=_EPILOG,
+        epilog=table(),
         formatter_class=formatter,
     )
     parser.add_argument("--version", action="version", version=f"flashpoint {flashpoint.__version__}")
@@ -97,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
             module.NAME,
             help=module.HELP,
             description=module.__doc__,
-            epilog=_EPILOG,
+            epilog=table(),
             formatter_class=formatter,
         )
         module.configure(command)

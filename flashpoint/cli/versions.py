@@ -68,6 +68,24 @@ def container_of(path: str) -> CheckpointContainerId:
     raise FlashpointError(f"{path} is no checkpoint: a container is a folder named step-<n>_ckpt")
 
 
+def require_job_root(path: str) -> str:
+    """The job root that a person named, by a path that may be relative.
+
+    Raises:
+        OSError: nothing is there, or no folder.
+        FlashpointError: it is something else; the message says what to give instead.
+    """
+    from flashpoint.replication.agent_folder import AGENT_NAME  # with ZeroMQ, which looking does not need
+
+    path = os.path.abspath(path)
+    os.listdir(path)
+    if is_container_name(path):
+        raise FlashpointError(f"{path} is one version: give its job root, {os.path.dirname(path)}")
+    if not is_job_root(path) and not os.path.isdir(f"{path}/{AGENT_NAME}"):
+        raise FlashpointError(f"{path} is no job root: `flashpoint ls` lists those of this user")
+    return path
+
+
 def manager(job_root: str) -> CheckpointObjectManager:
     """The job root, for looking only."""
     return CheckpointObjectManager(job_root, create=False)

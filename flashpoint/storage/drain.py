@@ -47,6 +47,7 @@ class Drain:
         index: of this node.
         leader: index of the node that begins and commits.
         moved: called whenever something has been done.
+        nodes_wait_s: longest that the leader waits without a sign of any other node.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class Drain:
         throttle: Throttle,
         stop: threading.Event,
         moved: Callable[[], None],
+        nodes_wait_s: float = NODES_WAIT_S,
     ) -> None:
+        self._nodes_wait_s = nodes_wait_s
         self._store = store
         self._source = source
         self._index, self._leader = index, leader
@@ -95,6 +98,11 @@ class Drain:
             self._confirm(Confirmation(objects=mine))
             if self._index != self._leader and not self._is_wanted():
                 return
+
+    def unconfirmed(self) -> list[str]:
+        """Objects of the version that no node has confirmed yet."""
+        confirmed = self._confirmed()
+        return [record.name for record in self._source.commit.objects if record.name not in confirmed]
 
     def _upload(self, record: ObjectRecord) -> Stored:
         name, size = f"{self._folder}/{record.name}", part_bytes(record)
@@ -191,10 +199,10 @@ class Drain:
                 break
             if confirmed != last:
                 last, last_s = confirmed, time.monotonic()
-            elif time.monotonic() - last_s > NODES_WAIT_S:
+            elif time.monotonic() - last_s > self._nodes_wait_s:
                 missing = next(record.name for record in records if record.name not in confirmed)
                 raise StorageError(
-                    f"no node has drained {missing} of step {key.step} in {NODES_WAIT_S:.0f} s"
+                    f"no node has drained {missing} of step {key.step} in {self._nodes_wait_s:.0f} s"
                 )
             self._pause()
         there = self._store.files(self._folder)
