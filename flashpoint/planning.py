@@ -185,7 +185,7 @@ class Policy:
     def name(self) -> str:
         if self.keep:
             return f"memory, copies={self.copies}"
-        return "storage only, blocking" if self.blocking_storage else "storage only, in the background"
+        return "storage, blocking" if self.blocking_storage else "storage, in the background"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,14 +223,13 @@ class Plan:
 def memory_of(job: Job, policy: Policy) -> tuple[float, float]:
     """Bytes of memory on one node, at most: of its own versions, and of those it holds for other nodes.
 
-    Besides those that are kept there is the version that is being written; with copies also a complete one that is not
-    replicated yet, and the copies that are on their way.
+    Besides those that are kept there is the version that is being written, and one that is complete but not yet
+    replicated or drained: the agent gives up older ones only then. With copies, those that are on their way, too.
     """
     share = job.state_bytes / job.nodes
     if not policy.keep:
         return (0.0 if policy.blocking_storage else share), 0.0
-    own = policy.keep + (2 if policy.copies else 1)
-    return own * share, policy.copies * (policy.keep + 1) * share
+    return (policy.keep + 2) * share, policy.copies * (policy.keep + 1) * share
 
 
 def mtbf_of(job: Job) -> float:

@@ -165,8 +165,9 @@ def test_a_jobs_failures_are_those_of_its_nodes_and_of_its_processes() -> None:
 def test_memory_of_a_node_as_counted_by_hand() -> None:
     share = 10e9
     assert memory_of(JOB, Policy(keep=0, blocking_storage=True)) == (0, 0)
-    assert memory_of(JOB, Policy()) == (2 * share, 0)  # one stands, one is written
-    assert memory_of(JOB, Policy(keep=3)) == (4 * share, 0)
+    assert memory_of(JOB, Policy(keep=0)) == (share, 0)
+    assert memory_of(JOB, Policy()) == (3 * share, 0)  # one stands, one is to stand higher, one is written
+    assert memory_of(JOB, Policy(keep=3)) == (5 * share, 0)
     assert memory_of(JOB, Policy(copies=2)) == (3 * share, 4 * share)
 
 
