@@ -11,6 +11,7 @@ from typing import Any, Final
 from flashpoint import safetensors_blob as blob
 from flashpoint.checksums import Bytes, mismatches
 from flashpoint.cli.output import first_few, plural
+from flashpoint.cli.progress import Advance
 from flashpoint.cli.versions import COMPLETE, CORRUPT, StoredVersion, manager
 from flashpoint.errors import CheckpointNotFoundError, CorruptObjectError, FlashpointError, ManifestError
 from flashpoint.ids import CheckpointContainerId
@@ -21,7 +22,6 @@ from flashpoint.objects import CheckpointObjectManager
 
 _BATCH_BYTES: Final = 256 << 20  # between two steps of the progress bar
 
-Advance = Callable[[int], None]  # told the bytes that are done
 Progress = Callable[[str, int], AbstractContextManager[Advance]]  # of a name and its bytes
 
 

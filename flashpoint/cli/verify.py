@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 from flashpoint.cli.output import Cell, Page, first_few, plural, print_json
-from flashpoint.cli.verification import Advance, verify_version
+from flashpoint.cli.progress import progress_bar
+from flashpoint.cli.verification import verify_version
 from flashpoint.cli.versions import (
     COMPLETE,
     CORRUPT,
@@ -59,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     reports = []
     for version, asked_for in [found for path in args.paths for found in _versions(path)]:
-        report = verify_version(version, this_node=args.this_node, progress=_progress)
+        report = verify_version(version, this_node=args.this_node, progress=progress_bar)
         reports.append((report, asked_for))
         if not args.json:
             _show(report, every_row=args.all)
@@ -146,23 +145,3 @@ def _show_summary(summary: dict[str, Any]) -> None:
 
 def _style(status: str) -> str:
     return _STYLES.get(status, "bold red")
-
-
-@contextmanager
-def _progress(name: str, nbytes: int) -> Iterator[Advance]:
-    """A progress bar on stderr where that is a terminal; it leaves nothing behind."""
-    if not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=nbytes)
-        yield lambda done: progress.advance(task, done)

@@ -88,6 +88,9 @@ EXAMPLES = {
     "ls": ["{root}"],
     "inspect": ["{container}", "ids"],
     "verify": ["{root}"],
+    "diff": ["{container}", "100", "--all"],
+    "plan": ["--params", "1e9", "--nodes", "4", "--step", "1s"],
+    "bench": ["{root}", "--bytes", "1MiB", "--repeats", "1"],
     "agent": ["{root}", "--stop"],
     "simulate": ["--seeds", "2", "--nodes", "2", "--jobs", "1"],
 }

@@ -142,7 +142,7 @@ def test_a_version_given_up_while_it_is_verified_is_gone_and_not_corrupt(job_roo
         shutil.rmtree(container, ignore_errors=True)
         yield lambda done: None
 
-    monkeypatch.setattr(verify, "_progress", give_up)
+    monkeypatch.setattr(verify, "progress_bar", give_up)
     code, out, _ = run("verify", container)
     assert code == 2
     assert out.startswith(f"gone  {container}\n")
