@@ -88,7 +88,7 @@ EXAMPLES = {
     "ls": ["{root}"],
     "inspect": ["{container}", "ids"],
     "verify": ["{root}"],
-    "diff": ["{container}", "100", "--all"],
+    "diff": ["{container}", "100", "--all", "--name", "ids"],
     "plan": ["--params", "1e9", "--nodes", "4", "--step", "1s"],
     "bench": ["{root}", "--bytes", "1MiB", "--repeats", "1"],
     "agent": ["{root}", "--stop"],
