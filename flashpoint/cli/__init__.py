@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import flashpoint
-from flashpoint.cli import agent, bench, diff, inspect, ls, plan, simulate, verify
+from flashpoint.cli import agent, bench, diff, export, inspect, ls, plan, simulate, verify
 from flashpoint.cli.output import printable
 from flashpoint.errors import CorruptObjectError, FlashpointError, ManifestError
 
-COMMANDS: Final = (ls, inspect, verify, diff, plan, bench, agent, simulate)
+COMMANDS: Final = (ls, inspect, verify, diff, export, plan, bench, agent, simulate)
 
 FINE: Final = 0
 CORRUPT: Final = 1

@@ -11,7 +11,7 @@ times --bytes are needed there, and once more in other memory. Nothing is left b
 
 JSON:
   folder, file_system, cores, bytes, repeats, memcpy_bytes_per_s, checksum_bytes_per_s
-  figures[]        name, seconds, ratio (over the memcpy beside it), bytes_per_s: medians
+  figures[]        medians: name, seconds, bytes_per_s, ratio (over the memcpy beside it)
 """
 
 from __future__ import annotations

@@ -108,10 +108,10 @@ class _Comparison:
     def tensor(self, pair: Pair) -> dict[str, Any]:
         old, new = _first(self.before, pair.before), _first(self.after, pair.after)
         report = _described(EQUAL, self.before, self.after, pair.before, pair.after)
-        if old.codec != new.codec:
+        if old.is_array != new.is_array:
             return {**report, "status": OTHER_DTYPE}
         if old.whole_shape != new.whole_shape:
-            return {**report, "status": CHANGED if old.codec else OTHER_SHAPE}
+            return {**report, "status": OTHER_SHAPE if old.is_array else CHANGED}
         if old.dtype == new.dtype and self._has_equal_checksums(pair):
             return report
         if not self._all_here(pair):
@@ -119,7 +119,7 @@ class _Comparison:
         if old.dtype == new.dtype and self._has_equal_bytes(pair, old):
             return report
         report["status"] = CHANGED if old.dtype == new.dtype else OTHER_DTYPE
-        if not old.codec and None not in (dtype_of(old.dtype).numpy, dtype_of(new.dtype).numpy):
+        if old.is_array and None not in (dtype_of(old.dtype).numpy, dtype_of(new.dtype).numpy):
             difference = Difference()
             for a, b in self._slabs(pair, old):
                 difference.add(a, b)
@@ -205,7 +205,7 @@ def _described(
         report["name_after"] = after_name
     for side, view, own in (("before", before, name), ("after", after, after_name or name)):
         entry = _first(view, own) if view is not None else None
-        pickled = f"pickled ({entry.codec})" if entry is not None and entry.codec else ""
+        pickled = "" if entry is None or entry.is_array else f"pickled ({entry.codec})"
         report[f"dtype_{side}"] = None if entry is None else pickled or entry.dtype
         report[f"shape_{side}"] = None if entry is None else entry.whole_shape
     report["difference"] = None

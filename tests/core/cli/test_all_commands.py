@@ -89,6 +89,7 @@ EXAMPLES = {
     "inspect": ["{container}", "ids"],
     "verify": ["{root}"],
     "diff": ["{container}", "100", "--all", "--name", "ids"],
+    "export": ["{container}", "{root}/out", "--format", "safetensors"],
     "plan": ["--params", "1e9", "--nodes", "4", "--step", "1s"],
     "bench": ["{root}", "--bytes", "1MiB", "--repeats", "1"],
     "agent": ["{root}", "--stop"],
