@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -47,6 +47,25 @@ def untransposed(box: Box, axes: Sequence[int]) -> Box:
     """Where a box of an array that was transposed by ``axes`` lies in the array as it was."""
     back = inverse(axes)
     return Box(tuple(box.start[i] for i in back), tuple(box.shape[i] for i in back))
+
+
+def slabs(shape: Index, elements_max: int) -> Iterator[Box]:
+    """Boxes of at most ``elements_max`` elements that are the whole array one after the other, in C order."""
+    if 0 in shape:
+        return
+    cut = len(shape)  # dimensions from here on are taken whole
+    rest = 1
+    while cut and rest * shape[cut - 1] <= elements_max:
+        cut -= 1
+        rest *= shape[cut]
+    if cut == 0:
+        yield Box.whole(shape)
+        return
+    rows, behind = max(elements_max // rest, 1), shape[cut:]
+    zeros, ones = (0,) * len(behind), (1,) * (cut - 1)
+    for before in np.ndindex(shape[: cut - 1]):
+        for row in range(0, shape[cut - 1], rows):
+            yield Box((*before, row, *zeros), (*ones, min(rows, shape[cut - 1] - row), *behind))
 
 
 def covers(box: Box, parts: Collection[Box]) -> bool:

@@ -25,6 +25,10 @@ LARGE_ENTRY_BYTES: Final = 1 << 20  # from here on an entry begins on a page of 
 FILE_BYTES_MAX: Final = 2**63 - 1  # off_t
 ENTRIES_MAX: Final = 4_000_000
 NDIM_MAX: Final = 64
+ARRAY_CODECS: Final = (
+    "",
+    "numpy",
+)  # the second for an array that was numpy's, and no tensor of the framework
 
 Path = tuple[str | int | tuple[int], ...]
 """The way to a value in a state's tree: a str is a mapping's key, an int a list's index, and an int in a
@@ -41,7 +45,8 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         offsets: of this shard's first element in the global array; empty for the origin.
         global_shape: of the whole tensor; empty where this shard is the whole.
         path: the way to the value in the state's tree (`Path`); empty for ``(name,)``.
-        codec: empty for an array; otherwise how the bytes encode a value (``torch`` for torch.save).
+        codec: empty for an array, ``numpy`` for one that was numpy's; otherwise how the bytes encode a value (``torch``
+            for torch.save).
     """
 
     name: str
@@ -69,6 +74,11 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def tree_path(self) -> Path:
         return self.path or (self.name,)
+
+    @property
+    def is_array(self) -> bool:
+        """Whether the bytes are an array's, and not those of a pickled object."""
+        return self.codec in ARRAY_CODECS
 
     @property
     def is_whole(self) -> bool:

@@ -86,7 +86,7 @@ def array_problem(
 ) -> str:
     """Why a stored array cannot fill a leaf of this shape and dtype; empty if it can."""
     there, here = entry.whole_shape, tuple(shape)
-    if entry.codec not in ("", "numpy"):
+    if not entry.is_array:
         return f"{name[:200]!r}: a Python object there, an array here"
     if axes and sorted(axes) != list(range(len(there))):
         return (

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flashpoint.boxes import Box
 from flashpoint.checksums import Bytes, mismatches
 from flashpoint.config import FlashpointConfig
 from flashpoint.dtypes import dtype_of
@@ -21,6 +22,7 @@ from flashpoint.located import container_at
 from flashpoint.manifest import Manifest, ObjectRecord, plain_value
 from flashpoint.objects import CheckpointObjectManager, MappedObject
 from flashpoint.recovery import plan_reads, preferred_entries, values_source
+from flashpoint.retrieval import needs_of_reads
 from flashpoint.trace import traced
 
 Array = np.ndarray[Any, Any]
@@ -80,18 +82,39 @@ class CheckpointView(Mapping[str, Any]):
         first = self.manifest.entry(*shards[0])
         if first.is_whole:
             return self.array(*shards[0])
+        return self.part(name, Box.whole(first.whole_shape))
+
+    def part(self, name: str, box: Box) -> Array:
+        """A part of the tensor ``name``, put together from its shards; a view where one shard holds all of it.
+
+        Only the bytes that it takes are read and verified.
+
+        Raises:
+            KeyError: there is no such tensor.
+            MismatchError: its shards leave a hole there.
+            CorruptObjectError: bytes that do not match their digests.
+        """
+        shards = preferred_entries(self.manifest, name, self.rank)
+        if not shards:
+            raise KeyError(name)
+        first = self.manifest.entry(*shards[0])
         # Planned like any load: a hole between the shards is an error, not uninitialised memory.
-        target = Entry(name, first.dtype, first.whole_shape)
-        pieces = [
-            (read, self.array(read.record, read.entry))
-            for read in plan_reads(self.manifest, [target], self.rank)
+        target = Entry(name, first.dtype, box.shape, box.start, first.whole_shape)
+        reads = plan_reads(self.manifest, [target], self.rank)
+        for need in needs_of_reads(self.manifest, reads):
+            self.mapped(need.record, need.begin, need.end)
+        pieces: list[Array] = [
+            self._shard(read.record, read.entry)[_box(read.source_start, read.lengths)] for read in reads
         ]
-        as_bytes = pieces[0][1].shape[len(first.shape) :]  # of a dtype that numpy has no name for
-        whole = np.empty((*first.whole_shape, *as_bytes), dtype=pieces[0][1].dtype)
-        for read, piece in pieces:
-            whole[_box(read.target_start, read.lengths)] = piece[_box(read.source_start, read.lengths)]
-        whole.flags.writeable = False
-        return whole
+        if len(pieces) == 1:
+            return pieces[0]
+        dtype = dtype_of(first.dtype)
+        as_bytes = () if dtype.numpy is not None else (dtype.itemsize,)
+        found: Array = np.empty((*box.shape, *as_bytes), dtype=dtype.numpy or np.uint8)
+        for read, piece in zip(reads, pieces, strict=True):
+            found[_box(read.target_start, read.lengths)] = piece
+        found.flags.writeable = False
+        return found
 
     def __iter__(self) -> Iterator[str]:
         yield from self.manifest.by_name
@@ -119,9 +142,14 @@ class CheckpointView(Mapping[str, Any]):
 
     def array(self, record: ObjectRecord, index: int) -> Array:
         """One stored shard as a read-only view; a dtype numpy has no name for comes as bytes."""
-        entry = self.manifest.entry(record, index)
+        self.entry_bytes(record, index)
+        return self._shard(record, index)
+
+    def _shard(self, record: ObjectRecord, index: int) -> Array:
+        """`array`, unverified."""
+        entry, layout = self.manifest.entry(record, index), self.manifest.layout(record)
         dtype = dtype_of(entry.dtype)
-        data = self.entry_bytes(record, index)
+        data = self.mapped(record, 0, 0).data[layout.begins[index] : layout.ends[index]]
         if dtype.numpy is None:
             return data.reshape(*entry.shape, dtype.itemsize)
         return data.view(dtype.numpy).reshape(entry.shape)

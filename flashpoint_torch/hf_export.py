@@ -25,14 +25,15 @@ from flashpoint.errors import (
     FlashpointError,
     reason_of,
 )
+from flashpoint.export.folder import drop_unfinished, write_folder
+from flashpoint.export.safetensors_files import plan_files
 from flashpoint.handle import SaveHandle
 from flashpoint.telemetry import count, logger
 from flashpoint.view import CheckpointView
 from flashpoint_torch.agreement import Cadence
 from flashpoint_torch.dtypes import NAMES
 from flashpoint_torch.frequency import Frequency
-from flashpoint_torch.hf_folder import Source, drop_unfinished, write_folder
-from flashpoint_torch.hf_layout import plan_files
+from flashpoint_torch.hf_folder import Source
 from flashpoint_torch.progress import StepInfo
 from flashpoint_torch.session import Flashpoint
 
@@ -318,7 +319,7 @@ class Saver:
         dtypes = {item.dtype for item in source.items if getattr(torch, item.dtype).is_floating_point}
         extras = dict(self._extras)
         extras["config.json"] = _json(self._model_config, dtypes.pop() if len(dtypes) == 1 else None)
-        write_folder(export.path, files, source, extras, stop=self._stop.is_set)
+        write_folder(export.path, files, source.slabs, extras, stop=self._stop.is_set, replace=True)
 
 
 def _json(model_config: Mapping[str, Any], dtype: str | None) -> bytes:

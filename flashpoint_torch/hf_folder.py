@@ -1,31 +1,26 @@
-"""Writing an export: tensor by tensor out of a mapped version, into a folder that gets its name when it is whole."""
+"""The tensors of an export, out of a mapped version, slab by slab."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import re
-import secrets
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
 
+from flashpoint.boxes import slabs
+from flashpoint.dtypes import dtype_of
 from flashpoint.errors import FlashpointError
+from flashpoint.export.safetensors_files import Item
 from flashpoint.layout import Entry
 from flashpoint.manifest import ObjectRecord
 from flashpoint.recovery import plan_reads, preferred_entries
 from flashpoint.retrieval import needs_of_reads
 from flashpoint.view import CheckpointView
 from flashpoint_torch.dtypes import NAMES, TORCH_DTYPES
-from flashpoint_torch.hf_layout import INDEX_NAME, File, Item, index_of, slabs
 from flashpoint_torch.restore import narrow
 from flashpoint_torch.staging import tensors_over
 
-SLAB_BYTES: Final = 16 << 20  # held besides the mapped version, at most, or one row of a tensor
-_TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+SLAB_BYTES: Final = 16 << 20  # held besides the mapped version, at most
 
 
 class Source:
@@ -69,12 +64,12 @@ class Source:
             for name, record in needed.items()
         }
 
-    def slabs(self, item: Item) -> Iterator[torch.Tensor]:
-        """The tensor's elements in order, as flat bytes, verified."""
+    def slabs(self, item: Item) -> Iterator[memoryview]:
+        """The tensor's bytes in order, verified."""
         manifest = self._view.manifest
         stored = manifest.entry(*preferred_entries(manifest, item.source, self._view.rank)[0]).dtype
         dtype = TORCH_DTYPES[item.dtype]
-        for start, lengths in slabs(item, SLAB_BYTES):
+        for start, lengths in slabs(item.shape, SLAB_BYTES // dtype_of(item.dtype).itemsize):
             target = Entry(item.source, stored, lengths, start, item.shape if lengths != item.shape else ())
             reads = plan_reads(manifest, [target], self._view.rank)
             for need in needs_of_reads(manifest, reads):
@@ -89,94 +84,8 @@ class Source:
                 slab = torch.empty(lengths, dtype=dtype)
                 for read, box in zip(reads, boxes, strict=True):
                     narrow(slab, read.target_start, read.lengths).copy_(box)
-            yield slab.reshape(-1).view(torch.uint8)
+            yield slab.reshape(-1).view(torch.uint8).numpy().data
 
     def close(self) -> None:
         self._pieces.clear()
         self._view.close()
-
-
-def write_folder(
-    path: str, files: Sequence[File], source: Source, extras: Mapping[str, bytes], *, stop: Callable[[], bool]
-) -> None:
-    """Write an export under a temporary name, and rename it when all of it lies on the disk.
-
-    Args:
-        extras: whole files besides, by name.
-        stop: asked between slabs; when it says so, the export is given up.
-    """
-    root, name = os.path.split(path)
-    os.makedirs(root, exist_ok=True)
-    folder = f"{root}/.{name}.{secrets.token_hex(4)}.tmp"
-    os.mkdir(folder)
-    try:
-        with _locked(folder):
-            for file in files:
-                with open(f"{folder}/{file.name}", "xb", buffering=0) as out:
-                    _write(out.fileno(), file.header)
-                    for item in file.items:
-                        for slab in source.slabs(item):
-                            if stop():
-                                raise FlashpointError(
-                                    f"the export to {path} was given up: the saver was closed"
-                                )
-                            _write(out.fileno(), slab.numpy().data)
-                    os.fsync(out.fileno())
-            if len(files) > 1:
-                extras = {**extras, INDEX_NAME: index_of(files)}
-            for extra, data in extras.items():
-                with open(f"{folder}/{extra}", "xb") as out:
-                    out.write(data)
-                    out.flush()
-                    os.fsync(out.fileno())
-            _sync_folder(folder)
-            _put_in_place(folder, path)
-            _sync_folder(root)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def drop_unfinished(root: str) -> None:
-    """Delete what exports that were killed have left; those that run hold a lock."""
-    names: Collection[str] = os.listdir(root) if os.path.isdir(root) else ()
-    for name in filter(_TEMPORARY.fullmatch, names):
-        with contextlib.suppress(OSError), _locked(f"{root}/{name}"):
-            shutil.rmtree(f"{root}/{name}", ignore_errors=True)
-
-
-def _put_in_place(folder: str, path: str) -> None:
-    """Rename; an export of the same step, by an earlier attempt of the run, makes room."""
-    root, name = os.path.split(path)
-    old = f"{root}/.{name}.{secrets.token_hex(4)}.tmp"
-    try:
-        os.rename(path, old)
-    except FileNotFoundError:
-        os.rename(folder, path)
-        return
-    os.rename(folder, path)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: str) -> Iterator[None]:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _write(fd: int, data: bytes | memoryview) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
-
-
-def _sync_folder(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

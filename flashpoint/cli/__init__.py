@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Final
 
 import flashpoint
-from flashpoint.cli import agent, drain, inspect, ls, rm, simulate, status, verify
+from flashpoint.cli import agent, bench, diff, drain, export, inspect, ls, plan, rm, simulate, status, verify
 from flashpoint.cli.exit_codes import BAD, BUG, FINE, INTERRUPTED, NOT_FOUND, REFUSED, RefusedError, table
 from flashpoint.cli.output import printable
 from flashpoint.errors import CorruptObjectError, FlashpointError, ManifestError
 
-COMMANDS: Final = (ls, status, inspect, verify, drain, rm, agent, simulate)
+COMMANDS: Final = (ls, status, inspect, verify, diff, export, drain, rm, plan, bench, agent, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

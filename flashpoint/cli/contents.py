@@ -158,7 +158,7 @@ def statistics_of(
         return None
     first = manifest.entry(*shards[0])
     dtype = dtype_of(first.dtype).numpy
-    if first.codec:
+    if not first.is_array:
         return {"note": f"a Python object, pickled ({first.codec}): it is not unpickled here"}
     if dtype is None or dtype.kind == "c":
         return {"note": f"there are no statistics for {first.dtype}"}

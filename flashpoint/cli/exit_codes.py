@@ -17,7 +17,7 @@ INTERRUPTED: Final = 130
 
 MEANINGS: Final = {
     FINE: "fine",
-    BAD: "something is corrupt, or (doctor) bad, or (simulate) an invariant was broken",
+    BAD: "something is corrupt, or (doctor) bad, or (diff) different, or (simulate) an invariant was broken",
     NOT_FOUND: "wrong usage, not found, not to be had, or (verify, drain) unfinished",
     TAKEN: "(agent) the job root has another agent",
     REFUSED: "(rm, mount, drain) refused: it would do harm; nothing was changed",

@@ -12,7 +12,7 @@ JSON:
   markers[]                     local_rank, live
   objects[]                     name, rank, bytes, chunk_bytes, chunks, links (null if not on this node)
   entries[]                     name, dtype, shape, global_shape, offsets, object, begin, bytes,
-                                codec (how the bytes encode a Python object; empty for a tensor)
+                                codec (how the bytes encode a Python object; empty or numpy for a tensor)
   values[]                      name, rank, value (as flashpoint.values encodes it)
   totals[]                      dtype, codec, entries, elements, bytes: of the entries shown
   statistics                    null, or elements, min, max, mean, std, nan, inf, zeros (numbers that do
@@ -32,6 +32,7 @@ from flashpoint.cli.contents import report_of, statistics_of
 from flashpoint.cli.output import Cell, Page, age, local_time, plural, print_json, shortened
 from flashpoint.cli.versions import COMPLETE, DIRTY, SAVING, STYLES, container_of, manager, version_of
 from flashpoint.errors import CheckpointNotFoundError, ManifestError
+from flashpoint.layout import ARRAY_CODECS
 from flashpoint.manifest import Value, plain_value
 from flashpoint.memory import human_bytes
 
@@ -158,12 +159,16 @@ def _entry_row(entry: dict[str, Any]) -> list[Cell]:
     part = ", ".join(f"{start}:{start + n}" for start, n in zip(entry["offsets"], shape, strict=True))
     return [
         human_bytes(entry["bytes"]),
-        (f"pickled ({entry['codec']})", "magenta") if entry["codec"] else (entry["dtype"], "cyan"),
+        (pickled, "magenta") if (pickled := _pickled(entry["codec"])) else (entry["dtype"], "cyan"),
         str(list(shape)),
         "" if shape == whole else f"[{part}] of {list(whole)}",
         os.path.splitext(entry["object"])[0],
         entry["name"],
     ]
+
+
+def _pickled(codec: str) -> str:
+    return "" if codec in ARRAY_CODECS else f"pickled ({codec})"
 
 
 def _show_values(page: Page, values: list[dict[str, Any]], limit: int | None, length_max: int | None) -> None:
@@ -189,7 +194,7 @@ def _show_totals(page: Page, totals: list[dict[str, Any]]) -> None:
             human_bytes(total["bytes"]),
             f"{total['entries']:,}",
             f"{total['elements']:,}",
-            f"pickled ({total['codec']})" if total["codec"] else total["dtype"],
+            _pickled(total["codec"]) or total["dtype"],
         ]
         for total in totals
     ]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashpoint.boxes import Box, covers, inverse, overlap, untransposed
+from flashpoint.boxes import Box, covers, inverse, overlap, slabs, untransposed
 
 EXTENT = 5
 
@@ -42,6 +42,15 @@ def test_a_box_of_a_transposed_array_is_found_in_the_array_as_it_was(case):
 
 def cut(array, box):
     return array[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))]
+
+
+@given(st.lists(st.integers(0, 5), max_size=4), st.integers(1, 200))
+def test_slabs_are_the_whole_array_in_order_and_none_is_too_large(shape, elements_max):
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    found = list(slabs(tuple(shape), elements_max))
+    assert [element for box in found for element in cut(array, box).flat] == list(array.flat)
+    assert all(0 < box.size <= elements_max for box in found)
+    assert len(found) <= 1 or array.size > elements_max
 
 
 @given(st.integers(0, 3).flatmap(lambda n: st.tuples(boxes(n), st.lists(boxes(n), max_size=6))))

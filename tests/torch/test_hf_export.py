@@ -18,8 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 import flashpoint_torch as fpt
-from flashpoint.errors import ConfigError, FlashpointError
-from flashpoint_torch.hf_layout import Item, plan_files, slabs
+from flashpoint.errors import ConfigError
 from tests.torch import exporting
 from tests.torch.exporting import folders, gpt2, llama, train_step
 from tests.torch.faults import start
@@ -321,30 +320,3 @@ def test_tokenizer_and_configuration_from_folders(job_root: str, tmp_path: Path)
     assert (path / "tokenizer.json").read_text() == '{"version": "1.0"}'
     assert not (path / "README").exists()
     assert same_weights(AutoModelForCausalLM.from_pretrained(path), model)
-
-
-# ---- pure -------------------------------------------------------------------------------------------
-
-
-def test_files_are_filled_in_order() -> None:
-    items = [Item(f"t{i}", f"s{i}", "float32", (size,)) for i, size in enumerate([5, 5, 5, 30, 1])]
-    files = plan_files(items, max_shard_bytes=40)
-    assert [[item.name for item in file.items] for file in files] == [["t0", "t1"], ["t2"], ["t3"], ["t4"]]
-    assert files[0].name == "model-00001-of-00004.safetensors"
-    with pytest.raises(FlashpointError, match="two tensors"):
-        plan_files([items[0], items[0]], max_shard_bytes=40)
-    with pytest.raises(FlashpointError, match="no code"):
-        plan_files([Item("a", "a", "complex128", (1,))], max_shard_bytes=40)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 3), (4, 2, 3), (0, 3), (3, 0)])
-@pytest.mark.parametrize("slab_bytes", [1, 8, 24, 1 << 20])
-def test_slabs_are_the_whole_tensor(shape: tuple[int, ...], slab_bytes: int) -> None:
-    tensor = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    found = []
-    for start_, lengths in slabs(Item("t", "t", "float32", shape), slab_bytes):
-        box = tensor
-        for dim, (begin, length) in enumerate(zip(start_, lengths, strict=True)):
-            box = box.narrow(dim, begin, length)
-        found += box.flatten().tolist()
-    assert found == tensor.flatten().tolist()

@@ -92,6 +92,10 @@ EXAMPLES = {
     "verify": ["{root}"],
     "drain": ["{root}", "--to", "{tmp}"],
     "rm": ["{root}", "101", "--yes"],
+    "diff": ["{container}", "100", "--all", "--name", "ids"],
+    "export": ["{container}", "{root}/out", "--format", "safetensors"],
+    "plan": ["--params", "1e9", "--nodes", "4", "--step", "1s"],
+    "bench": ["{root}", "--bytes", "1MiB", "--repeats", "1"],
     "agent": ["{root}", "--stop"],
     "simulate": ["--seeds", "2", "--nodes", "2", "--jobs", "1"],
 }

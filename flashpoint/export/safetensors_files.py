@@ -1,9 +1,9 @@
-"""How a model is laid out for Hugging Face: safetensors files of bounded size and the index over them. Pure."""
+"""Safetensors files of bounded size and the index over them, as Hugging Face lays models out. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -74,19 +74,6 @@ def index_of(files: Sequence[File]) -> bytes:
     weight_map = {item.name: name for item, name in sorted(items)}
     text = msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": weight_map})
     return msgspec.json.format(text, indent=2) + b"\n"
-
-
-def slabs(item: Item, slab_bytes: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(start, lengths) of boxes that are the whole tensor one after the other, each of about ``slab_bytes``."""
-    shape = item.shape
-    if not item.nbytes:
-        return
-    if not shape:
-        yield (), ()
-        return
-    rows = max(1, slab_bytes // max(1, item.nbytes // shape[0]))
-    for row in range(0, shape[0], rows):
-        yield (row, *(0 for _ in shape[1:])), (min(rows, shape[0] - row), *shape[1:])
 
 
 def _file(name: str, items: Iterable[Item]) -> File:
