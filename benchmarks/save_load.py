@@ -29,7 +29,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flashpoint_torch as fpt
-from benchmarks import measure, states
+from benchmarks import measure, states, steps
 from benchmarks.measure import Figure, FreePoolFile, Meter, Result, TmpfsFile
 from benchmarks.states import State, Workload
 
@@ -188,10 +188,10 @@ def training_job(workload: Mapping[str, Any], root: str, *, seconds: float, turn
                 handles.append(fp.async_save(state.tree, step=next(numbers)))
             return idle
 
-        for name, step in (("matmul", _matmul_step()), ("Python", _python_step())):
+        for name, step in (("matmul", steps.matmul_step()), ("Python", steps.python_step())):
             meter.facts[name] = []
             for _ in range(turns):
-                alone, beside = _train(step, seconds, None), _train(step, seconds, next_save)
+                alone, beside = steps.train(step, seconds), steps.train(step, seconds, next_save)
                 fp.wait()
                 meter.facts[name].append({"alone": alone, "beside": beside})
         assert all(handle.done() for handle in handles)
@@ -308,57 +308,6 @@ def _measure_dcp(
         meter.call(storage.names.get(number, "dcp.save"), partial(storage.save, state.tree, number))
     for number in range(loads):
         meter.call("dcp.load, first" if number == 0 else "dcp.load", partial(storage.load, state.tree))
-
-
-def _matmul_step() -> Callable[[], object]:
-    matrix = torch.rand(384, 384)
-
-    def step() -> None:
-        for _ in range(5):
-            matrix @ matrix
-
-    return _of_5_ms(step)
-
-
-def _python_step() -> Callable[[], object]:
-    def step() -> None:
-        total = 0
-        for i in range(5000):
-            total += i * i
-
-    return _of_5_ms(step)
-
-
-def _of_5_ms(piece: Callable[[], None]) -> Callable[[], None]:
-    """Repeats of ``piece`` that take about 5 ms on a quiet machine."""
-    durations = []
-    for _ in range(50):
-        start_s = time.perf_counter()
-        piece()
-        durations.append(time.perf_counter() - start_s)
-    repeats = max(round(0.005 / statistics.median(durations)), 1)
-
-    def step() -> None:
-        for _ in range(repeats):
-            piece()
-
-    return step
-
-
-def _train(
-    step: Callable[[], object], seconds: float, save: Callable[[], bool] | None
-) -> dict[str, list[float]]:
-    """Durations of steps, so many seconds in all, and of the calls between them that began a save."""
-    steps: list[float] = []
-    saves: list[float] = []
-    while sum(steps) < seconds:
-        start_s = time.perf_counter()
-        if save is not None and save():
-            saves.append(time.perf_counter() - start_s)
-        now_s = time.perf_counter()
-        step()
-        steps.append(time.perf_counter() - now_s)
-    return {"steps": steps, "saves": saves}
 
 
 # ---- the plan: which jobs, how often ------------------------------------------------------------

@@ -51,6 +51,7 @@ class Peers:
         self._key: Key | None = None
         self._manifest_nbytes = 0
         self._bits: dict[int, bytes] = {}
+        self._keeps: set[str] = set()
 
     # ---- who holds what ---------------------------------------------------------------------------
 
@@ -120,6 +121,9 @@ class Peers:
                 f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} ({len(missing)} of {len(records)} "
                 "objects): more nodes were lost than there were copies"
             )
+        membership, here = self._replication.membership, self._replication.index
+        assert membership is not None
+        self._keeps = membership.keeps(here, records, view.manifest.record.world_size)
         wanted = [Need(obj, 0, obj.nbytes) for obj in records] if needs is None else list(needs(view))
         fetched = self._fetch(wanted, holders)
         for attempt in range(_REPAIRS_MAX):
@@ -133,7 +137,9 @@ class Peers:
         membership = self._replication.membership
         assert membership is not None and self._key is not None
         domains = {member.index: member.domain for member in membership.members}
-        fetches = plan_fetches(wanted, holders, node=self._replication.index, domains=domains)
+        fetches = plan_fetches(
+            wanted, holders, node=self._replication.index, domains=domains, keeps=self._keeps
+        )
         if not fetches:
             return 0
         orders = [

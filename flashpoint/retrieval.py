@@ -62,11 +62,12 @@ def plan_fetches(
     *,
     node: int,
     domains: Mapping[int, str],
+    keeps: Collection[str] = (),
 ) -> list[Fetch]:
-    """What ``node`` has to get from other nodes before it can read what it needs.
+    """What ``node`` has to get from other nodes before it can read what it needs: no more than the chunks it reads.
 
-    An object of which more than half is needed is fetched whole: only a whole object gets its name in the
-    container, serves other nodes too, and counts as a copy. That is worth up to twice the bytes, not more.
+    What it ``keeps`` is fetched whole, however little is needed now: only a whole object gets its name in the
+    container, serves other nodes too, and counts as a copy.
 
     Nodes of the same failure domain are asked first: they are near. Among equals the order turns with the
     object's name and the node, so those that all need one object do not all ask its first holder.
@@ -75,6 +76,7 @@ def plan_fetches(
         holders: node -> names of the objects it holds, for this node too.
         node: that fetches.
         domains: node -> failure domain; empty, or not given, for a domain of its own.
+        keeps: names of the objects that placement gives to ``node`` in any case.
     """
     held = holders.get(node, ())
     needed: dict[str, list[Need]] = {}
@@ -85,7 +87,11 @@ def plan_fetches(
         for name in having.keys() & holders[index]:
             having[name].append(index)
     return [
-        Fetch(ranges[0].record, _chunks(ranges), _best_first(having[name], name, node, domains))
+        Fetch(
+            ranges[0].record,
+            _chunks(ranges, is_kept=name in keeps),
+            _best_first(having[name], name, node, domains),
+        )
         for name, ranges in needed.items()
     ]
 
@@ -96,10 +102,10 @@ def missing_objects(manifest: Manifest, holders: Mapping[int, Collection[str]]) 
     return [record.name for record in manifest.objects if record.name not in held]
 
 
-def _chunks(ranges: Sequence[Need]) -> tuple[int, ...]:
+def _chunks(ranges: Sequence[Need], *, is_kept: bool) -> tuple[int, ...]:
     """What to fetch of an object for these ranges of it, which are in order."""
     record = ranges[0].record
-    if 2 * sum(need.end - need.begin for need in ranges) > record.nbytes:
+    if is_kept:
         return tuple(range(_chunk_count(record)))
     size = record.chunk_bytes
     spans = (range(need.begin // size, (need.end - 1) // size + 1) for need in ranges)

@@ -22,6 +22,7 @@ from flashpoint.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptObjectError,
+    DeadlineError,
     FlashpointError,
     reason_of,
 )
@@ -51,11 +52,13 @@ class SaverConfig:
     """When to export, and how.
 
     Attributes:
-        mode: ``async``, and so ``auto``: in the background, while training goes on. ``sync``: rank 0 waits.
+        mode: ``async``, and so ``auto``: in the background, while training goes on. ``sync``: rank 0 waits for it.
+        timeout_s: with ``sync``, longest that rank 0 waits for one export; then it goes on in the background.
         freq_epochs, freq_steps, freq_secs: as for recovery, and apart from it.
         max_shard_bytes: of one file, such as ``"5GiB"``.
         dtype: to which floating-point tensors are cast; None leaves each as it is.
-        wait_s: longest that an export waits for its version to be complete, and for copies of other nodes' objects.
+        wait_s: longest that an export waits for its version to be complete, for copies of other nodes' objects, and
+            for the export before it.
     """
 
     mode: str = "auto"
@@ -65,14 +68,18 @@ class SaverConfig:
     max_shard_bytes: int | str = 5 << 30
     dtype: torch.dtype | None = None
     wait_s: float = 600.0
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         if self.dtype is not None and (self.dtype not in NAMES or not self.dtype.is_floating_point):
             raise ConfigError(f"dtype must be a floating-point dtype of torch, not {self.dtype!r}")
-        if not 0 < self.wait_s < float("inf"):
-            raise ConfigError(f"wait_s must be a positive, finite number of seconds, not {self.wait_s!r}")
+        for name in ("wait_s", "timeout_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"{name} must be a positive, finite number of seconds, not {getattr(self, name)!r}"
+                )
         if self.shard_bytes < 1:
             raise ConfigError(f"max_shard_bytes must be at least 1, not {self.max_shard_bytes!r}")
         self.frequency()
@@ -94,7 +101,8 @@ class Export:
 
     Attributes:
         path: where it will lie.
-        error: why it does not; None otherwise.
+        error: why it does not; None otherwise. A `DeadlineError` of one that rank 0 waits for no longer goes when it
+            has come to its end after all.
         seconds: that writing took, once it is done.
     """
 
@@ -103,6 +111,7 @@ class Export:
         self.error: Exception | None = None
         self.seconds = 0.0
         self._ended = threading.Event()
+        self._lock = threading.Lock()
 
     def done(self) -> bool:
         """Whether it lies there, whole."""
@@ -113,8 +122,16 @@ class Export:
         return self._ended.wait(timeout_s) and self.error is None
 
     def end(self, error: Exception | None = None) -> None:
-        self.error = error
-        self._ended.set()
+        with self._lock:
+            self.error = error
+            self._ended.set()
+
+    def overdue(self, error: Exception) -> bool:
+        """It is not waited for any longer; False if it has ended this very moment."""
+        with self._lock:
+            if not self._ended.is_set():
+                self.error = error
+            return not self._ended.is_set()
 
 
 class Saver:
@@ -197,7 +214,9 @@ class Saver:
     def export(self, step: StepInfo, handle: SaveHandle) -> Export | None:
         """Export the version of ``handle``, as soon as it is complete.
 
-        What fails is told in the export, in `errors` and in the log; it never stops training.
+        What fails is told in the export, in `errors` and in the log; it never stops training. So is an export that
+        has not ended within ``timeout_s``, where rank 0 waits for it: it goes on in the background, and while it does,
+        others are skipped.
 
         Returns:
             The export on rank 0, None on others.
@@ -206,10 +225,11 @@ class Saver:
             return None
         export = Export(self.path(step))
         self._running = [one for one in self._running if one[0].is_alive()]
-        if len(self._running) >= QUEUE_MAX:
-            self._failed(
-                export, FlashpointError(f"{QUEUE_MAX} exports are under way already: this one is skipped")
-            )
+        waits = self.config.mode == "sync"
+        # Where rank 0 waits, what still runs is overdue: to wait for another behind it would be to wait in vain.
+        if len(self._running) >= (1 if waits else QUEUE_MAX):
+            under_way = " and ".join(one.path for _, one in self._running)
+            self._failed(export, FlashpointError(f"{under_way} under way already: this one is skipped"))
             return export
         # Daemons: a process that ends early leaves a temporary folder, which the next one deletes.
         thread = threading.Thread(
@@ -217,8 +237,10 @@ class Saver:
         )
         self._running.append((thread, export))
         thread.start()
-        if self.config.mode == "sync":
-            thread.join()
+        if waits:
+            thread.join(self.config.timeout_s)
+            if thread.is_alive():
+                self._overdue(export, handle.step)
         return export
 
     def wait(self, timeout_s: float = 600.0) -> bool:
@@ -242,10 +264,13 @@ class Saver:
         try:
             source = self._open(handle)
             try:
-                with self._writing:
+                self._wait_for_turn()
+                try:
                     start_s = time.perf_counter()
                     self._write(export, source)
                     export.seconds = time.perf_counter() - start_s
+                finally:
+                    self._writing.release()
             finally:
                 source.close()
         except Exception as error:  # the job trains on, whatever became of its export
@@ -254,6 +279,24 @@ class Saver:
         count("exports_complete")
         logger.info("step %d is exported to %s", handle.step, export.path)
         export.end()
+
+    def _wait_for_turn(self) -> None:
+        """Until no other export writes; to be released."""
+        if not self._writing.acquire(timeout=self.config.wait_s):
+            raise DeadlineError(
+                f"the export before it still writes after {self.config.wait_s:g} s: does {self._root} hang?"
+            )
+
+    def _overdue(self, export: Export, step: int) -> None:
+        error = DeadlineError(
+            f"step {step} is not exported to {export.path} after {self.config.timeout_s:g} s: training goes on, and so "
+            "does the export, in the background; others are skipped until it has ended. See whether the disk hangs, or "
+            "raise timeout_s"
+        )
+        if export.overdue(error):
+            count("exports_overdue")
+            self.errors.append(str(error))
+            logger.warning("%s", error)
 
     def _failed(self, export: Export, error: Exception) -> None:
         count("exports_failed")

@@ -12,6 +12,7 @@ OBJECTS_MAX: Final = 65_536  # named by one message
 VERSIONS_MAX: Final = 1_024  # that a node keeps account of
 WAITERS_MAX: Final = 4_096  # orders whose answers are still to come
 NODES_MAX: Final = 16_384
+CHUNKS_MAX: Final = 1 << 20  # of one object that are fetched, where it is not fetched whole
 RANKS_MAX: Final = 131_072
 REASON_CHARS_MAX: Final = 2_000
 HOST_CHARS_MAX: Final = 253  # RFC 1035, section 2.3.4, without the trailing dot

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from flashpoint.errors import ProtocolError
+from flashpoint.manifest import ObjectRecord
 from flashpoint.replication import limits
 from flashpoint.replication.messages import Count, Host, Index, Job, Node, Port
 from flashpoint.replication.placement import Slot, place, sources
@@ -63,6 +64,18 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def sources(self, index: int) -> tuple[int, ...]:
         """Nodes whose objects this node holds copies of."""
         return tuple(sources(self._placement, index))
+
+    def keeps(self, index: int, records: Iterable[ObjectRecord], world_size: int) -> set[str]:
+        """Names of the objects of a version that this node is to hold: its own ranks', and those it holds copies of.
+
+        Args:
+            records: the version's objects.
+            world_size: of the job that wrote it. What another number of ranks wrote is not this membership's to place.
+        """
+        if world_size != self.world_size:
+            return set()
+        nodes = {index, *self.sources(index)}
+        return {record.name for record in records if self.node_of_rank(record.id.rank) in nodes}
 
     def neighbours(self, index: int) -> frozenset[int]:
         """Nodes that this one has something to say to, and that have something to say to it."""

@@ -20,7 +20,7 @@ from flashpoint.replication.messages import Count, Index, Key, ObjectName
 
 ORDER_BYTES_MAX: Final = 64 << 20  # a membership of the largest job is some MiB
 
-Chunks = Annotated[tuple[Count, ...], Meta(max_length=4096)]
+Chunks = Annotated[tuple[Count, ...], Meta(max_length=limits.CHUNKS_MAX)]
 Sources = Annotated[tuple[Index, ...], Meta(max_length=limits.NODES_MAX)]
 
 

@@ -141,12 +141,12 @@ def test_an_entry_without_elements_needs_nothing():
 
 @given(plans(), st.data())
 @settings(max_examples=100)
-def test_every_byte_that_is_needed_is_held_or_fetched_and_hardly_any_other(plan, data):
+def test_every_byte_that_is_needed_is_held_or_fetched_and_no_other_chunk(plan, data):
     manifest, reads = plan
     names = [record.name for record in manifest.objects]
-    held = data.draw(st.sets(st.sampled_from(names)))
+    held, keeps = data.draw(st.sets(st.sampled_from(names))), data.draw(st.sets(st.sampled_from(names)))
     needs = needs_of_reads(manifest, reads)
-    fetches = plan_fetches(needs, {0: held, 1: names}, node=0, domains={})
+    fetches = plan_fetches(needs, {0: held, 1: names}, node=0, domains={}, keeps=keeps)
     fetched = {fetch.record.name: fetch for fetch in fetches}
     wanted = bytes_read(manifest, reads)
     assert fetched.keys() == wanted.keys() - held
@@ -156,7 +156,7 @@ def test_every_byte_that_is_needed_is_held_or_fetched_and_hardly_any_other(plan,
         touched = {number // chunk_bytes for begin, end in spans for number in range(begin, end)}
         assert list(fetch.chunks) == sorted(set(fetch.chunks))
         assert set(fetch.chunks) >= {number // chunk_bytes for number in wanted[name]}
-        if 2 * sum(end - begin for begin, end in spans) > nbytes:
+        if name in keeps:
             assert fetch.is_whole
         else:
             assert set(fetch.chunks) == touched
@@ -173,14 +173,22 @@ def test_every_byte_that_is_needed_is_held_or_fetched_and_hardly_any_other(plan,
         ([need(1, 2), need(3, 6), need(2, 3)], [0, 1]),
         ([need(0, 20)], [0, 1, 2, 3, 4]),
         ([need(0, 20), need(10, 20)], [0, 1, 2, 3, 4]),  # what is needed twice counts once
-        ([need(0, 20), need(30, 30.001)], range(10)),
-        ([need(0, 40)], range(10)),
+        ([need(0, 20), need(30, 30.001)], [0, 1, 2, 3, 4, 7]),
+        ([need(0, 36)], range(9)),
+        ([need(0, 36.001)], range(10)),
     ],
 )
-def test_more_than_half_is_fetched_whole_else_only_the_chunks_that_are_touched(needs, chunks):
+def test_only_the_chunks_that_are_touched_are_fetched(needs, chunks):
     fetch = fetch_one(*needs)
     assert fetch.chunks == tuple(chunks)
     assert fetch.is_whole == (len(chunks) == 10)
+
+
+def test_what_the_node_is_to_hold_is_fetched_whole():
+    kept, other = object_of(rank=1), object_of(rank=2)
+    needs = [need(0, 4, kept), need(0, 4, other)]
+    fetches = plan_fetches(needs, {1: [kept.name, other.name]}, node=0, domains={}, keeps=[kept.name])
+    assert {fetch.record.name: fetch.is_whole for fetch in fetches} == {kept.name: True, other.name: False}
 
 
 def test_the_last_chunk_may_be_short_and_an_object_of_one_chunk_is_always_whole():

@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 import flashpoint_torch as fpt
-from flashpoint.errors import ConfigError
+from flashpoint.errors import ConfigError, DeadlineError, FlashpointError
+from flashpoint_torch import hf_folder
+from flashpoint_torch.hf_layout import Item, plan_files, slabs
 from tests.torch import exporting
 from tests.torch.exporting import folders, gpt2, llama, train_step
 from tests.torch.faults import start
@@ -190,6 +193,45 @@ def test_one_too_many_is_skipped_and_told(job_root: str, tmp_path: Path) -> None
         assert len(saver.errors) == 1
 
 
+def test_a_disk_that_hangs_holds_training_up_for_so_long_and_no_longer(
+    job_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    write = hf_folder._write
+    monkeypatch.setattr(hf_folder, "_write", lambda fd, data: (answers.wait(WAIT_S), write(fd, data)))
+    model = llama()
+    with fpt.init(job_root, keep=1) as fp:
+        saver = fpt.Saver(fp, tmp_path, fpt.SaverConfig(mode="sync", timeout_s=0.5), model=model)
+        step, first = STEP, None
+        for _ in range(3):  # and the saves after it, of which one is exported, too, are none the wiser
+            handle = fp.save({"engine": {"model": model.state_dict()}}, step.global_step)
+            assert handle.error is None
+            first = first or saver.export(step, handle)
+            step = step.next()
+        assert first is not None and not first.done() and isinstance(first.error, DeadlineError)
+        assert f"step 11 is not exported to {tmp_path / NAME} after 0.5 s" in saver.errors[0]
+        second = saver.export(step, handle)
+        assert second is not None and f"{NAME} under way already" in str(second.error)
+        assert folders(tmp_path) == []
+        answers.set()
+        assert first.wait(WAIT_S) and first.error is None
+        third = saver.export(step, handle)
+        assert third is not None and third.done()
+    assert [path.name for path in folders(tmp_path)] == [NAME, third.path.rpartition("/")[2]]
+    for path in folders(tmp_path):
+        assert same_weights(AutoModelForCausalLM.from_pretrained(path), model)
+
+
+def test_an_export_waits_for_the_one_before_it_no_longer_than_told(job_root: str, tmp_path: Path) -> None:
+    model = llama()
+    with fpt.init(job_root) as fp:
+        saver = fpt.Saver(fp, tmp_path, fpt.SaverConfig(wait_s=0.5), model=model)
+        with saver._writing:  # as if a disk that hangs held it up
+            export = saver.export(STEP, fp.save({"engine": {"model": model.state_dict()}}, 11))
+            assert export is not None and not export.wait(WAIT_S)
+            assert "the export before it still writes after 0.5 s" in str(export.error)
+
+
 def test_a_save_that_failed_is_no_export(job_root: str, tmp_path: Path) -> None:
     with fpt.init(job_root, memory_limit_bytes="16KiB") as fp:
         model = llama()
@@ -302,9 +344,12 @@ def test_what_is_wrong_is_told_when_it_is_made(job_root: str, tmp_path: Path) ->
             fpt.RecoverHandler(
                 fp, fpt.RecoverConfig(), model=model, saver=fpt.Saver(fp, tmp_path, model=model)
             )
-    for bad in ({"mode": "later"}, {"dtype": torch.int8}, {"max_shard_bytes": "much"}, {"freq_steps": 0}):
+    wrong: list[dict[str, Any]] = [
+        {"mode": "later"}, {"timeout_s": 0}, {"dtype": torch.int8}, {"max_shard_bytes": "much"}, {"freq_steps": 0},
+    ]  # fmt: skip
+    for bad in wrong:
         with pytest.raises(ConfigError):
-            fpt.SaverConfig(**bad)  # type: ignore[arg-type]
+            fpt.SaverConfig(**bad)
 
 
 def test_tokenizer_and_configuration_from_folders(job_root: str, tmp_path: Path) -> None:

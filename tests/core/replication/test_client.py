@@ -268,3 +268,9 @@ def test_to_close_a_client_ends_the_orders_of_other_threads(agent, client):
         thread.join(10)
     assert failures == [f"the line to the agent of {client.job_root} was closed"] * 4
     assert len(os.listdir("/proc/self/fd")) <= fds + 1
+
+
+def test_an_order_names_as_many_chunks_as_the_largest_objects_have() -> None:
+    wanted = orders.Wanted("rank00000-0.safetensors", tuple(range(1 << 16)), (1,))  # 256 GiB of 4 MiB each
+    order = orders.Retrieve(1, Key(1, 2, "ab" * 16), (wanted,), 3)
+    assert orders.decode_order(orders.encode(order)) == order

@@ -7,6 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flashpoint.errors import ConfigError
+from flashpoint.manifest import ObjectRecord
+from flashpoint.replication.membership import Member, Membership
 from flashpoint.replication.placement import Slot, place, sources
 
 COPIES = st.integers(0, 5) | st.integers(0, 70)
@@ -173,3 +175,17 @@ def test_thousands_of_uneven_nodes_are_placed_at_once(copies):
     began_s = time.perf_counter()
     place(slots, copies)
     assert time.perf_counter() - began_s < 30
+
+
+# ---- which objects a node is to hold --------------------------------------------------------------
+
+
+def test_a_node_keeps_its_own_ranks_objects_and_those_it_holds_copies_of():
+    members = tuple(Member(index=n, node=f"n{n}", ranks=(2 * n, 2 * n + 1)) for n in range(4))
+    membership = Membership(job="ab" * 16, epoch=1, copies=1, members=members)
+    records = [ObjectRecord(f"rank{rank:05d}-0.safetensors", 10, "", 4, b"") for rank in range(8)]
+    (source,) = membership.sources(1)
+    assert membership.keeps(1, records, 8) == {
+        records[rank].name for node in (1, source) for rank in members[node].ranks
+    }
+    assert membership.keeps(1, records, 6) == set()  # the ranks of another world are not these
