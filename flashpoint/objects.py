@@ -534,9 +534,12 @@ def _is_folder(path: str) -> bool:
 def _open_regular(path: str) -> int:
     """Open a file for reading that is one: no link is followed, no pipe is waited for."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
+    except BaseException:
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is not a regular file", path)
+        raise
     return fd
 
 

@@ -1,0 +1,83 @@
+"""``python -m tests.crash``: strike operations at their system calls, and say what was wrong.
+
+    python -m tests.crash                                       every operation, every call, every fault
+    python -m tests.crash --scene save --sample 40 --seed 7     some of one operation's
+    python -m tests.crash --scene save --only killed-before:rename/manifest/1
+    python -m tests.crash --scene save --mutant skip_the_marker
+    python -m tests.crash --scene save --list                   what there is
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import tempfile
+
+from tests.crash.all_scenes import SCENES
+from tests.crash.harness import Report, faults_of, record, sample, strike
+from tests.crash.tracer import Fault, Kind, why_not
+
+KINDS = [kind.value for kind in Kind]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.crash", description=__doc__.split("\n")[0])
+    parser.add_argument("--scene", action="append", choices=SCENES, metavar="NAME", help=", ".join(SCENES))
+    parser.add_argument("--kind", action="append", choices=KINDS, help="by default all")
+    parser.add_argument("--only", action="append", default=[], help="faults, as a violation names them")
+    parser.add_argument("--sample", type=int, default=sys.maxsize, help="so many faults of each scene")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shard", default="0/1", help="the i-th of n parts of the faults: i/n")
+    parser.add_argument("--mutant", default="", help="put this bug in, and stop at the first violation")
+    parser.add_argument("--folder", default="", help="below which job roots are made; on a tmpfs")
+    parser.add_argument("--list", action="store_true", help="the calls, and no fault")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if reason := why_not():
+        print(reason, file=sys.stderr)
+        return 77
+    folder = tempfile.mkdtemp(prefix="flashpoint-crash-", dir=options.folder or "/dev/shm")
+    reports = []
+    try:
+        for name in options.scene or SCENES:
+            report = run(name, folder, options)
+            reports.append(report)
+            if not options.json:
+                print(line(report), flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(report) for report in reports]))
+    return 1 if any(report.violations for report in reports) else 0
+
+
+def run(name: str, folder: str, options: argparse.Namespace) -> Report:
+    events = record(SCENES[name](folder))
+    report = Report(name, points=len(events))
+    if options.list:
+        for event in events:
+            print(event.call, *event.paths)
+        return report
+    faults = [Fault.parse(text) for text in options.only] or faults_of(
+        events, [Kind(kind) for kind in options.kind or KINDS]
+    )
+    part, parts = map(int, options.shard.split("/"))
+    faults = sample(faults[part::parts], options.sample, options.seed)
+    scene = SCENES[name](folder, mutant=options.mutant)
+    strike(scene, faults, report, stop_at_first=bool(options.mutant))
+    return report
+
+
+def line(report: Report) -> str:
+    text = (
+        f"{report.scene}: {report.points} calls, {report.runs} faults ({report.not_reached} not reached), "
+        f"{len(report.violations)} violations, {report.seconds:.0f} s"
+    )
+    return "\n".join([text, *(f"  {fault}: {'; '.join(wrong)}" for fault, wrong in report.violations.items())])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

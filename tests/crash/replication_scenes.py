@@ -1,0 +1,238 @@
+"""Two agents that copy a version to each other; one of them is killed and failed at every call on files and sockets.
+
+All of its threads are followed, libzmq's too. How often an agent looks, and how its messages fall into packets,
+differs from run to run: a call that is not reached in a run is counted as such.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from flashpoint.errors import FlashpointError
+from flashpoint.replication import limits
+from flashpoint.replication.agent import run_agent
+from flashpoint.replication.agent_folder import AgentFolder, Assignment
+from flashpoint.replication.client import AgentClient
+from flashpoint.replication.keys import JobKeys, write_keys
+from flashpoint.replication.membership import Member, Membership
+from tests import checker
+from tests.checker import Expected
+from tests.crash.scenes import NUMBERS, WAIT_S, Result, Scene, Span, save, saver_of
+from tests.crash.tracer import Child, Fault, Tracer, roles_below
+
+HOST: Final = "127.0.0.1"
+KEYS: Final = JobKeys.generate()
+ASK_S: Final = 0.5
+
+
+class Replication(Scene):
+    """Step 1 is replicated, step 2 is complete; the agents start, copy step 2, and give step 1 up."""
+
+    nodes = world_size = 2
+    _template = ""
+
+    def run(self, fault: Fault | None = None) -> Result:
+        if not self._template:
+            self._template = f"{self.parent}/template-{next(NUMBERS)}"
+            self._make_template()
+        return super().run(fault)
+
+    # ---- what was before ----------------------------------------------------------------------------
+
+    def _make_template(self) -> None:
+        self.folder = self._template
+        for root in self.roots:
+            os.makedirs(root, mode=0o700)
+        said = self._together("first", lambda rank, meeting, say: self._save(rank, meeting, 1), mutant="")
+        said += self._with_agents(1)
+        said += self._together("second", lambda rank, meeting, say: self._save(rank, meeting, 2), mutant="")
+        assert ("replicated", 1) in said and not [v for what, v in said if what == "error"], said
+        for root in self.roots:
+            shutil.rmtree(f"{root}/.agent")
+
+    def _save(self, rank: int, meeting: str, step: int) -> None:
+        job, _ = self.open(rank, meeting, self.config())
+        saver = saver_of(job, gives_up=False)
+        saver.epoch = 1
+        save(saver, step)
+        job.objects.close()
+
+    def _with_agents(self, step: int) -> list[tuple[str, Any]]:
+        agents = [
+            Child(self._work(lambda say, span, n=n: self._be_agent(n, span), traced=False, mutant=""))
+            for n in range(2)
+        ]
+        driver = Child(self._work(lambda say, span: self._drive(step, say), traced=False, mutant=""))
+        driver.wait(WAIT_S * 2)
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+        return driver.said()
+
+    def prepare(self, rank: int, meeting: str, say: Callable[[Any], None]) -> None:
+        _copy(f"{self._template}/node-{rank}/job", self.roots[rank])
+
+    # ---- processes ----------------------------------------------------------------------------------
+
+    def _be_agent(self, node: int, span: Span) -> None:
+        _hurry()
+        folder = AgentFolder(self.roots[node])
+        write_keys(folder.path, KEYS)
+        folder.close()
+        span.begin()
+        run_agent(self.roots[node], config=self.config(copies=1, prefault=False, peer_timeout_s=WAIT_S))
+
+    def _drive(self, step: int, say: Callable[[Any], None]) -> None:
+        """What the trainers of both nodes do: tell their agents, again if they are new, and wait."""
+        _hurry()
+        deadline = time.monotonic() + WAIT_S
+        clients = [AgentClient(root) for root in self.roots]
+        known = [0, 0]
+        ports: list[tuple[int, int]] = [(0, 0), (0, 0)]
+        membership: Membership | None = None
+        waits = {0, 1}
+        while waits:
+            if time.monotonic() > deadline:
+                say(("error", f"step {step} is not replicated on nodes {sorted(waits)}"))
+                return
+            for node in (0, 1) if membership is None else sorted(waits):
+                try:
+                    identity = clients[node].identify(ASK_S)
+                    if membership is None:
+                        ports[node] = (identity.port, identity.bulk_port)
+                        if not all(port for port, _ in ports):
+                            continue
+                        membership = self._membership(ports)
+                    if identity.pid != known[node]:
+                        for each in (0, 1) if not any(known) else (node,):
+                            self._configure(clients[each], membership, each)
+                            clients[each].completed(1, 1, ASK_S)
+                            clients[each].completed(1, step, ASK_S)
+                            known[each] = clients[each].identify(ASK_S).pid
+                    if clients[node].await_replicated(1, step, ASK_S):
+                        waits.discard(node)
+                except (FlashpointError, OSError):
+                    time.sleep(0.02)
+        say(("replicated", step))
+        while step > 1 and time.monotonic() < deadline and any(_has(root, step - 1) for root in self.roots):
+            time.sleep(0.01)
+            for node in (0, 1):  # an agent that was started again is told again, as a trainer's next save does
+                try:
+                    identity = clients[node].identify(ASK_S)
+                    if identity.pid != known[node] and membership is not None:
+                        self._configure(clients[node], membership, node)
+                        clients[node].completed(1, step, ASK_S)
+                        known[node] = identity.pid
+                except (FlashpointError, OSError):
+                    pass
+
+    def _configure(self, client: AgentClient, membership: Membership, node: int) -> None:
+        assignment = Assignment(membership=membership, index=node, keep=1, encrypt=True)
+        client.configure(assignment, KEYS, ASK_S)
+
+    def _membership(self, ports: Sequence[tuple[int, int]]) -> Membership:
+        members = []
+        for node, root in enumerate(self.roots):
+            status = os.stat(root)
+            where = f"{status.st_dev}:{status.st_ino}"
+            port, bulk = ports[node]
+            members.append(
+                Member(index=node, node=where, ranks=(node,), host=HOST, port=port, bulk_port=bulk)
+            )
+        return Membership(job=KEYS.job, epoch=1, copies=1, members=tuple(members))
+
+    # ---- a run --------------------------------------------------------------------------------------
+
+    def _run(self, fault: Fault | None) -> Result:
+        agents = {}
+        other = 1 - self.victim
+        agents[other] = Child(self._work(lambda say, span: self._be_agent(other, span), traced=False))
+        driver = Child(self._work(lambda say, span: self._drive(2, say), traced=False))
+        victim = Child(self._work(lambda say, span: self._be_agent(self.victim, span), traced=True))
+        agents[self.victim] = victim
+        try:
+            tracer = Tracer(victim, roles_below(self.roles()), fault)
+            traced = tracer.run(WAIT_S * 2, until=driver)
+            result = Result(traced.events, traced.struck)
+            if not driver.ended:  # the agent died
+                agents[other].stop()
+                self._look(result, "left", self.expected([]))
+                agents[other].kill(signal.SIGCONT)
+                agents[self.victim] = Child(
+                    self._work(lambda say, span: self._be_agent(self.victim, span), traced=False)
+                )
+                if driver.wait(WAIT_S * 2) is None:
+                    result.wrong.append("I4: the trainers do not come to an end")
+            said = driver.said()
+        finally:
+            for agent in agents.values():
+                agent.kill()
+                agent.wait()
+        result.wrong += [f"I4: {value}" for what, value in said if what == "error"]
+        expected = self.expected(said)
+        self._look(result, "at last", expected)
+        for node in self._read():
+            wrong = checker.leaks(node, buffers_max=2 * 4, steps=[2] if ("replicated", 2) in said else None)
+            result.wrong += [f"{text} (at last)" for text in wrong]
+        return result
+
+    def _look(self, result: Result, when: str, expected: Expected) -> None:
+        super()._look(result, when, expected)
+        nodes = self._read()
+        for lost in (0, 1):
+            newest = next(iter(checker.loadable(nodes, expected, lost={lost})), (-1, -1))
+            if newest < expected.floor:
+                text = f"I3: without node {lost}, {newest} is the newest, it was {expected.floor} ({when})"
+                result.wrong.append(text)
+
+    def expected(self, said: Sequence[tuple[str, Any]]) -> Expected:
+        floor = (1, 2) if ("replicated", 2) in said else (1, 1)
+        return Expected({1: [0], 2: [0]}, floor, ranks=self._ranks(), copies=True)
+
+
+class ReplicationLeader(Replication):
+    name = "replication, node 0 of 2"
+    victim = 0
+
+
+class ReplicationOther(Replication):
+    name = "replication, node 1 of 2"
+    victim = 1
+
+
+def _has(root: str, step: int) -> bool:
+    return os.path.exists(f"{root}/step-{step}_ckpt")
+
+
+def _hurry() -> None:
+    """Losses are noticed sooner than in the field."""
+    for name, seconds in (
+        ("REQUEST_TIMEOUT_S", 1.0),
+        ("SILENCE_S", 2.0),
+        ("HEARTBEAT_S", 0.5),
+        ("REPEAT_S", 0.2),
+        ("REPEAT_LAST_S", 0.5),
+        ("RECONNECT_LAST_S", 0.1),
+    ):
+        setattr(limits, name, seconds)
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy a job root: what had two names has two names again."""
+    names: dict[int, str] = {}
+    for folder, folders, files in os.walk(source):
+        here = folder.replace(source, target, 1)
+        for name in folders:
+            os.mkdir(f"{here}/{name}", 0o700)
+        for name in files:
+            inode = os.lstat(f"{folder}/{name}").st_ino
+            if inode in names:
+                os.link(names[inode], f"{here}/{name}")
+            else:
+                names[inode] = f"{here}/{name}"
+                shutil.copyfile(f"{folder}/{name}", names[inode])
