@@ -198,7 +198,9 @@ def _read_manifest(path: str, step: int) -> tuple[dict[str, Any], dict[str, byte
     line, _, rest = body.partition(b"\n")
     record = json.loads(line, object_pairs_hook=_no_repeats)
     _require(record["format"] == "flashpoint-manifest" and record["version"] == 1, "another format")
-    _require(record["step"] == step, f"it is the manifest of step {record['step']}, in the folder of step {step}")
+    _require(
+        record["step"] == step, f"it is the manifest of step {record['step']}, in the folder of step {step}"
+    )
     _require(record["epoch"] >= 0 and record["world_size"] >= 1, "a number is out of range")
     sections = {}
     for one in record.get("sections", []):
@@ -229,7 +231,9 @@ def _read_objects(
         _require(len(set(layout["keys"])) == len(layout["keys"]), "a key is repeated")
         end = layout["header_bytes"]
         _require(end >= 8, "there is no header")
-        for begin, entry in sorted(zip(layout["begins"], layout["entries"], strict=True), key=lambda one: one[0]):
+        for begin, entry in sorted(
+            zip(layout["begins"], layout["entries"], strict=True), key=lambda one: one[0]
+        ):
             _require(begin >= end, "entries overlap")
             end = begin + _nbytes(entry)
         _require(end <= obj["nbytes"], "an entry goes beyond the end")
@@ -260,7 +264,9 @@ def _read_object(path: str, obj: Mapping[str, Any], layout: Mapping[str, Any]) -
         end = begin + _nbytes(entry)
         told = header[key]
         # Two indexes lie over the same bytes; they must agree.
-        _require(told["dtype"] == _DTYPES[entry["dtype"]] and told["shape"] == entry["shape"], f"{key}: differs")
+        _require(
+            told["dtype"] == _DTYPES[entry["dtype"]] and told["shape"] == entry["shape"], f"{key}: differs"
+        )
         _require([8 + nbytes + n for n in told["data_offsets"]] == [begin, end], f"{key}: lies elsewhere")
         array = np.frombuffer(data[begin:end], np.dtype(entry["dtype"])).reshape(entry["shape"])
         entries[entry["name"]] = array
@@ -329,7 +335,9 @@ def violations(nodes: Sequence[Node], expected: Expected) -> list[str]:
                 continue
             where = f"node {index}, step {found.step}"
             if found.refused:
-                wrong.append(f"I1: {where} has no marker, and a manifest that must be refused: {found.refused}")
+                wrong.append(
+                    f"I1: {where} has no marker, and a manifest that must be refused: {found.refused}"
+                )
                 continue
             wrong += [f"I1: {where} is complete, but {name}: {why}" for name, why in found.bad.items()]
             if found.step not in expected.attempts:
@@ -412,7 +420,9 @@ def leaks(node: Node, *, buffers_max: int, steps: Collection[int] | None = None)
 # ---- storage --------------------------------------------------------------------------------------------------
 
 
-def storage_violations(folder: str, expected: Expected, *, at_rest: Collection[int] | None = None) -> list[str]:
+def storage_violations(
+    folder: str, expected: Expected, *, at_rest: Collection[int] | None = None
+) -> list[str]:
     """What is wrong with drained versions: one with a manifest has every object, whole (docs/storage.md).
 
     Args:
@@ -426,9 +436,14 @@ def storage_violations(folder: str, expected: Expected, *, at_rest: Collection[i
         found = read_version(f"{folder}/{name}", int(match[1]))
         if found.refused or found.bad or set(found.good) != set(found.names):
             missing = sorted(set(found.names) - set(found.good))
-            wrong.append(f"I1: step {found.step} in storage is not whole: {found.refused or found.bad or missing}")
+            wrong.append(
+                f"I1: step {found.step} in storage is not whole: {found.refused or found.bad or missing}"
+            )
             continue
-        wrong += [f"{text} (step {found.step} in storage)" for text in _content(found, expected.attempts[found.step])]
+        wrong += [
+            f"{text} (step {found.step} in storage)"
+            for text in _content(found, expected.attempts[found.step])
+        ]
         newest = max(newest, found.version)
         strays = set(os.listdir(f"{folder}/{name}")) - {".metadata", *found.names}
         if at_rest is not None:

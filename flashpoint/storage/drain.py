@@ -213,7 +213,8 @@ def abandon(store: Store, key: Key, leader: int) -> None:
     """Delete what nodes have said of a drain, the leader's word first: with it, the drain is over."""
     folder = f"{DRAINS_NAME}/{drain_name(key)}"
     first = node_name(leader)
-    names = sorted(store.files(folder), key=lambda name: (name != first, name))
+    # Also where it is gone: a folder that a crash left empty goes with the last name that is deleted in it.
+    names = sorted({first, *store.files(folder)}, key=lambda name: (name != first, name))
     store.delete([f"{folder}/{name}" for name in names])
 
 

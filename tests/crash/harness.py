@@ -50,7 +50,7 @@ def sample(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
 
 def strike(
     scene: Scene,
-    faults: Sequence[Fault],
+    faults: Sequence[Fault | None],
     report: Report,
     *,
     stop_at_first: bool = False,
@@ -60,9 +60,9 @@ def strike(
     for fault in faults:
         result = scene.run(fault)
         report.runs += 1
-        report.not_reached += not result.struck
+        report.not_reached += fault is not None and not result.struck
         if result.wrong:
-            report.violations[str(fault)] = result.wrong
+            report.violations[str(fault).lower() if fault is None else str(fault)] = result.wrong
             if stop_at_first:
                 break
         progress()

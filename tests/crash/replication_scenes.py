@@ -34,6 +34,7 @@ class Replication(Scene):
     """Step 1 is replicated, step 2 is complete; the agents start, copy step 2, and give step 1 up."""
 
     nodes = world_size = 2
+    is_slow = True
     _template = ""
 
     def run(self, fault: Fault | None = None) -> Result:
@@ -121,7 +122,10 @@ class Replication(Scene):
         say(("replicated", step))
         while step > 1 and time.monotonic() < deadline and any(_has(root, step - 1) for root in self.roots):
             time.sleep(0.01)
-            for node in (0, 1):  # an agent that was started again is told again, as a trainer's next save does
+            for node in (
+                0,
+                1,
+            ):  # an agent that was started again is told again, as a trainer's next save does
                 try:
                     identity = clients[node].identify(ASK_S)
                     if identity.pid != known[node] and membership is not None:

@@ -35,6 +35,7 @@ from tests.crash import mutants
 from tests.crash.tracer import Child, Event, Fault, Tracer, over, roles_below
 
 WAIT_S: Final = 30.0
+DEAD_S: Final = 0.3  # the patience of the ranks that outlive another
 KEEP: Final = 1
 NUMBERS = itertools.count(1)
 
@@ -116,6 +117,7 @@ class Scene:
     world_size = 1
     nodes = 1
     victim = 0
+    is_slow = False
 
     def __init__(self, folder: str, *, mutant: str = "") -> None:
         self.parent, self.mutant = folder, mutant
@@ -137,7 +139,9 @@ class Scene:
         usual = {"chunk_bytes": 4096, "keep": KEEP, "recovery_timeout_s": WAIT_S, "commit_timeout_s": WAIT_S}
         return FlashpointConfig.from_env({}, **(usual | {"seal_threads": 1, "load_threads": 1} | settings))
 
-    def open(self, rank: int, meeting: str, config: FlashpointConfig) -> tuple[Job, MLFlashpointCheckpointSaver]:
+    def open(
+        self, rank: int, meeting: str, config: FlashpointConfig
+    ) -> tuple[Job, MLFlashpointCheckpointSaver]:
         """Start the job anew, as one of its ranks."""
         node = self._node_of(rank)
         local_rank = self._ranks()[node].index(rank)
@@ -173,13 +177,15 @@ class Scene:
         result = Result(traced.events, traced.struck)
         said = victim.said()
         for other in others:
-            if other.wait(WAIT_S * 2) is None:
+            if other.wait(WAIT_S) is None:
                 result.wrong.append("I4: another rank does not come to an end")
             said += other.said()
         if traced.status is None:
             result.wrong.append("I4: it does not come to an end")
         result.wrong += [f"I5: {value}" for what, value in said if what == "error"]
-        result.wrong += [f"I6: descriptors are left open: {value}" for what, value in said if what == "open" and value]
+        result.wrong += [
+            f"I6: descriptors are left open: {value}" for what, value in said if what == "open" and value
+        ]
         expected = self.expected(said)
         self._look(result, "left", expected)
         if not result.wrong:
@@ -206,10 +212,14 @@ class Scene:
         if result.wrong:
             return
         went_on = self._together("go on", self.go_on)
-        result.wrong += [f"I5: the restarted job goes on: {value}" for what, value in went_on if what == "error"]
+        result.wrong += [
+            f"I5: the restarted job goes on: {value}" for what, value in went_on if what == "error"
+        ]
         for node, ranks in zip(self._read(), self._ranks(), strict=True):
             buffers = len(ranks) * (KEEP + 2)
-            result.wrong += [f"{text} (at last)" for text in checker.leaks(node, buffers_max=buffers, steps=[9])]
+            result.wrong += [
+                f"{text} (at last)" for text in checker.leaks(node, buffers_max=buffers, steps=[9])
+            ]
         epoch = max((version[0] for node in self._read() for version in node.complete), default=-1)
         self._look(result, "at last", Expected({9: [0]}, floor=(epoch, 9), ranks=self._ranks()))
 
@@ -235,9 +245,7 @@ class Scene:
         """Every rank does ``work(rank, meeting, say)``; what they said."""
         children = [
             Child(
-                self._work(
-                    lambda say, span, rank=rank: work(rank, meeting, say), traced=False, mutant=mutant
-                )
+                self._work(lambda say, span, rank=rank: work(rank, meeting, say), traced=False, mutant=mutant)
             )
             for rank in range(self.world_size)
         ]
@@ -380,7 +388,7 @@ class Save(Scene):
     phase = "write"
 
     def act(self, rank: int, say: Callable[[Any], None], span: Span, goes_on: bool) -> None:
-        timeout_s = WAIT_S if self.world_size == 1 else 1.0 if rank != self.victim or not goes_on else 2.0
+        timeout_s = WAIT_S if goes_on else DEAD_S
         job, saver = self.open(rank, "act", self.config(commit_timeout_s=timeout_s))
         begin, end = span.begin, span.end
         hooks = {
@@ -450,6 +458,7 @@ class Commit(Save):
 
     world_size = nodes = 2
     phase = "all"
+    is_slow = True
 
 
 class CommitOfLeader(Commit):
@@ -465,6 +474,7 @@ class CommitOfOther(Commit):
 class CommitOnOneNode(Save):
     name = "commit on one node, rank 1 of 2"
     world_size = 2
+    is_slow = True
     victim = 1
     phase = "all"
 

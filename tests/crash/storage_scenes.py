@@ -111,7 +111,9 @@ class Draining(Scene):
         for meeting, work, step in (("recover", self.recover, 2), ("go on", self.go_on, 3)):
             said = self._together(meeting, work)
             result.wrong += [f"I4: the restarted agent: {value}" for what, value in said if what == "error"]
-            epoch = max(version[0] for node in self._read() for version in node.complete if version[1] == step)
+            epoch = max(
+                version[0] for node in self._read() for version in node.complete if version[1] == step
+            )
             self._look(result, meeting, expected._replace(floor=(epoch, step)))
         wrong = checker.storage_violations(self.storage, expected, at_rest=[3])
         result.wrong += [f"{text} (at last)" for text in wrong]

@@ -47,8 +47,9 @@ _TABLE: Final[dict[str, tuple[int, str, tuple[int, ...]]]] = {
     "setsockopt": (54, _FD, (0,)), "getsockopt": (55, _FD, (0,)), "fcntl": (72, _FD, (0,)), "flock": (73, _FD, (0,)),
     "fsync": (74, _FD, (0,)), "fdatasync": (75, _FD, (0,)), "truncate": (76, _PATH, (0,)), "ftruncate": (77, _FD, (0,)),
     "rename": (82, _PATH, (0, 1)), "mkdir": (83, _PATH, (0,)), "rmdir": (84, _PATH, (0,)), "creat": (85, _PATH, (0,)),
-    "link": (86, _PATH, (0, 1)), "unlink": (87, _PATH, (0,)), "symlink": (88, _PATH, (1,)), "readlink": (89, _PATH, (0,)),
-    "chmod": (90, _PATH, (0,)), "fchmod": (91, _FD, (0,)), "chown": (92, _PATH, (0,)), "statfs": (137, _PATH, (0,)),
+    "link": (86, _PATH, (0, 1)), "unlink": (87, _PATH, (0,)), "symlink": (88, _PATH, (1,)),
+    "readlink": (89, _PATH, (0,)), "chmod": (90, _PATH, (0,)), "fchmod": (91, _FD, (0,)),
+    "chown": (92, _PATH, (0,)), "statfs": (137, _PATH, (0,)),
     "fstatfs": (138, _FD, (0,)), "getdents64": (217, _FD, (0,)), "openat": (257, _PATH, (1,)),
     "mkdirat": (258, _PATH, (1,)), "newfstatat": (262, _PATH, (1,)), "unlinkat": (263, _PATH, (1,)),
     "renameat": (264, _PATH, (1, 3)), "linkat": (265, _PATH, (1, 3)), "fchmodat": (268, _PATH, (1,)),
@@ -63,6 +64,7 @@ _TRACEME, _GETREGS, _SETREGS, _CONT, _SYSCALL = 0, 12, 13, 7, 24
 _SETOPTIONS, _GET_SYSCALL_INFO = 0x4200, 0x420E
 _OPTIONS: Final = 0x1 | 0x8 | 0x100000  # TRACESYSGOOD, TRACECLONE, EXITKILL
 _WALL: Final = 0x40000000
+_SET_PDEATHSIG: Final = 1
 _ENTRY, _EXIT = 1, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -70,16 +72,16 @@ _libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c
 _libc.ptrace.restype = ctypes.c_long
 
 
+_REGISTERS: Final = (
+    "r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip cs eflags rsp ss fs_base gs_base ds es "
+    "fs gs"
+)
+
+
 class _Regs(ctypes.Structure):
     """``struct user_regs_struct`` of x86-64, sys/user.h."""
 
-    _fields_ = [
-        (name, ctypes.c_ulonglong)
-        for name in (
-            "r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip cs eflags rsp ss fs_base gs_base "
-            "ds es fs gs"
-        ).split()
-    ]
+    _fields_ = [(name, ctypes.c_ulonglong) for name in _REGISTERS.split()]
 
 
 class _Info(ctypes.Structure):
@@ -190,6 +192,7 @@ class Child:
             _living[self.pid] = None
             return
         os.close(self._readable)
+        _libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a harness that is killed leaves nothing behind
 
         def say(value: Any) -> None:
             data = pickle.dumps(value)
