@@ -22,6 +22,7 @@ from flashpoint.storage.records import (
     decode,
     drain_name,
     encode,
+    is_node,
     is_ours,
     manifest_name,
     node_name,
@@ -126,7 +127,7 @@ class Drain:
 
     def _confirmed(self) -> dict[str, tuple[int, str]]:
         """What all nodes have confirmed; raises `StorageError` where one cannot go on."""
-        found = self._store.files(self._drain)
+        found = {name: stored for name, stored in self._store.files(self._drain).items() if is_node(name)}
         for name, stored in found.items():
             if name not in self._read or self._read[name][0] != stored:
                 data = self._store.read(f"{self._drain}/{name}")

@@ -21,5 +21,6 @@ SCENES: Final[dict[str, type[Scene]]] = {
         storage_scenes.Draining,
         replication_scenes.ReplicationLeader,
         replication_scenes.ReplicationOther,
+        replication_scenes.RecoveryFromPeer,
     )
 }

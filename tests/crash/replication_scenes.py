@@ -6,20 +6,24 @@ differs from run to run: a call that is not reached in a run is counted as such.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from flashpoint.errors import FlashpointError
+from flashpoint.objects import CheckpointObjectManager
 from flashpoint.replication import limits
 from flashpoint.replication.agent import run_agent
 from flashpoint.replication.agent_folder import AgentFolder, Assignment
 from flashpoint.replication.client import AgentClient
 from flashpoint.replication.keys import JobKeys, write_keys
 from flashpoint.replication.membership import Member, Membership
+from flashpoint.replication.messages import Key
+from flashpoint.replication.orders import Wanted
 from tests import checker
 from tests.checker import Expected
 from tests.crash.scenes import NUMBERS, WAIT_S, Result, Scene, Span, save, saver_of
@@ -35,6 +39,8 @@ class Replication(Scene):
 
     nodes = world_size = 2
     is_slow = True
+    epoch = 1
+    done = "replicated"
     _template = ""
 
     def run(self, fault: Fault | None = None) -> Result:
@@ -89,66 +95,14 @@ class Replication(Scene):
         run_agent(self.roots[node], config=self.config(copies=1, prefault=False, peer_timeout_s=WAIT_S))
 
     def _drive(self, step: int, say: Callable[[Any], None]) -> None:
-        """What the trainers of both nodes do: tell their agents, again if they are new, and wait."""
+        """What the trainers of both nodes do."""
         _hurry()
-        deadline = time.monotonic() + WAIT_S
-        clients = [AgentClient(root) for root in self.roots]
-        known = [0, 0]
-        ports: list[tuple[int, int]] = [(0, 0), (0, 0)]
-        membership: Membership | None = None
-        waits = {0, 1}
-        while waits:
-            if time.monotonic() > deadline:
-                say(("error", f"step {step} is not replicated on nodes {sorted(waits)}"))
-                return
-            for node in (0, 1) if membership is None else sorted(waits):
-                try:
-                    identity = clients[node].identify(ASK_S)
-                    if membership is None:
-                        ports[node] = (identity.port, identity.bulk_port)
-                        if not all(port for port, _ in ports):
-                            continue
-                        membership = self._membership(ports)
-                    if identity.pid != known[node]:
-                        for each in (0, 1) if not any(known) else (node,):
-                            self._configure(clients[each], membership, each)
-                            clients[each].completed(1, 1, ASK_S)
-                            clients[each].completed(1, step, ASK_S)
-                            known[each] = clients[each].identify(ASK_S).pid
-                    if clients[node].await_replicated(1, step, ASK_S):
-                        waits.discard(node)
-                except (FlashpointError, OSError):
-                    time.sleep(0.02)
-        say(("replicated", step))
-        while step > 1 and time.monotonic() < deadline and any(_has(root, step - 1) for root in self.roots):
-            time.sleep(0.01)
-            for node in (
-                0,
-                1,
-            ):  # an agent that was started again is told again, as a trainer's next save does
-                try:
-                    identity = clients[node].identify(ASK_S)
-                    if identity.pid != known[node] and membership is not None:
-                        self._configure(clients[node], membership, node)
-                        clients[node].completed(1, step, ASK_S)
-                        known[node] = identity.pid
-                except (FlashpointError, OSError):
-                    pass
-
-    def _configure(self, client: AgentClient, membership: Membership, node: int) -> None:
-        assignment = Assignment(membership=membership, index=node, keep=1, encrypt=True)
-        client.configure(assignment, KEYS, ASK_S)
-
-    def _membership(self, ports: Sequence[tuple[int, int]]) -> Membership:
-        members = []
-        for node, root in enumerate(self.roots):
-            status = os.stat(root)
-            where = f"{status.st_dev}:{status.st_ino}"
-            port, bulk = ports[node]
-            members.append(
-                Member(index=node, node=where, ranks=(node,), host=HOST, port=port, bulk_port=bulk)
-            )
-        return Membership(job=KEYS.job, epoch=1, copies=1, members=tuple(members))
+        trainers = Trainers(self.roots, self.epoch, [(1, 1), (1, step)])
+        if not trainers.all(lambda client, node: client.await_replicated(1, step, ASK_S)):
+            say(("error", f"step {step} is not replicated"))
+            return
+        say((self.done, step))
+        trainers.all(lambda client, node: not os.path.exists(f"{self.roots[node]}/step-{step - 1}_ckpt"))
 
     # ---- a run --------------------------------------------------------------------------------------
 
@@ -181,7 +135,7 @@ class Replication(Scene):
         expected = self.expected(said)
         self._look(result, "at last", expected)
         for node in self._read():
-            wrong = checker.leaks(node, buffers_max=2 * 4, steps=[2] if ("replicated", 2) in said else None)
+            wrong = checker.leaks(node, buffers_max=2 * 4, steps=[2] if (self.done, 2) in said else None)
             result.wrong += [f"{text} (at last)" for text in wrong]
         return result
 
@@ -209,8 +163,115 @@ class ReplicationOther(Replication):
     victim = 1
 
 
-def _has(root: str, step: int) -> bool:
-    return os.path.exists(f"{root}/step-{step}_ckpt")
+class RecoveryFromPeer(Replication):
+    """Node 0 has lost its memory; in the next start of the job its agent gets step 2, with all objects, from node 1."""
+
+    name = "recovery from a peer"
+    victim = 0
+    epoch = 2
+    done = "fetched"
+
+    def _make_template(self) -> None:
+        self.epoch, self.done = 1, "replicated"
+        super()._make_template()
+        assert ("replicated", 2) in self._with_agents(2)
+        for root in self.roots:
+            shutil.rmtree(f"{root}/.agent")
+        del self.epoch, self.done
+
+    def prepare(self, rank: int, meeting: str, say: Callable[[Any], None]) -> None:
+        if rank == 1:
+            super().prepare(rank, meeting, say)
+
+    def _drive(self, step: int, say: Callable[[Any], None]) -> None:
+        if self.done == "fetched":
+            self._fetch(step, say)
+        else:  # to make what was before
+            super()._drive(step, say)
+
+    def _fetch(self, step: int, say: Callable[[Any], None]) -> None:
+        """What the trainer of node 0 does, as `peers` has it."""
+        _hurry()
+        held = CheckpointObjectManager(self.roots[1], rank=None, config=self.config(), create=False)
+        record, digest, nbytes = held.read_summary(held.container(step))
+        held.close()
+        key = Key(record.epoch, step, digest)
+        wanted = [Wanted(obj.name, (), (1,)) for obj in record.objects]
+
+        def fetched(client: AgentClient, node: int) -> bool:
+            client.retrieve_manifest(key, nbytes, (1,), WAIT_S / 4)
+            client.retrieve(key, wanted, WAIT_S / 4)
+            return True
+
+        if Trainers(self.roots, self.epoch, []).all(fetched, nodes={0}):
+            say((self.done, step))
+        else:
+            say(("error", f"step {step} could not be fetched"))
+
+    def expected(self, said: Sequence[tuple[str, Any]]) -> Expected:
+        return super().expected(said)._replace(floor=(1, 2))
+
+    def _look(self, result: Result, when: str, expected: Expected) -> None:
+        Scene._look(self, result, when, expected)
+        for lost in (0, 1) if when == "at last" else (0,):
+            if (1, 2) not in checker.loadable(self._read(), expected, lost={lost}):
+                result.wrong.append(f"I3: without node {lost}, step 2 cannot be loaded ({when})")
+
+
+class Trainers:
+    """What the trainers of all nodes tell their agents: who is in the job, and which versions are complete.
+
+    An agent that was started again is told again.
+    """
+
+    def __init__(self, roots: Sequence[str], epoch: int, complete: Sequence[tuple[int, int]]) -> None:
+        self._roots, self._epoch, self._complete = roots, epoch, complete
+        self._clients = [AgentClient(root) for root in roots]
+        self._known = [0 for _ in roots]
+        self._membership: Membership | None = None
+        self._deadline = time.monotonic() + WAIT_S
+
+    def all(self, holds: Callable[[AgentClient, int], bool], nodes: Collection[int] = (0, 1)) -> bool:
+        """Whether something comes to hold on these nodes, in time."""
+        waits = set(nodes)
+        while waits and time.monotonic() < self._deadline:
+            with contextlib.suppress(
+                FlashpointError, OSError
+            ):  # an agent is not there, or is another one now
+                clients = [self._told(node) for node in range(len(self._roots))]
+                waits -= {node for node in sorted(waits) if holds(clients[node], node)}
+            time.sleep(0.01)
+        return not waits
+
+    def _told(self, node: int) -> AgentClient:
+        if self._membership is None:
+            self._membership = self._gather()
+        client = self._clients[node]
+        identity = client.identify(ASK_S)
+        if identity.pid != self._known[node]:
+            assignment = Assignment(membership=self._membership, index=node, keep=1, encrypt=True)
+            client.configure(assignment, KEYS, ASK_S)
+            for version in self._complete:
+                client.completed(*version, ASK_S)
+            self._known[node] = identity.pid
+        return client
+
+    def _gather(self) -> Membership:
+        members = []
+        for index, (root, client) in enumerate(zip(self._roots, self._clients, strict=True)):
+            said, status = client.identify(ASK_S), os.stat(root)
+            where = f"{status.st_dev}:{status.st_ino}"
+            members.append(
+                Member(
+                    index=index,
+                    node=where,
+                    ranks=(index,),
+                    host=HOST,
+                    port=said.port,
+                    bulk_port=said.bulk_port,
+                )
+            )
+        return Membership(job=KEYS.job, epoch=self._epoch, copies=1, members=tuple(members))
 
 
 def _hurry() -> None:
