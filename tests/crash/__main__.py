@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -45,15 +46,19 @@ def main() -> int:
     if reason := why_not():
         print(reason, file=sys.stderr)
         return 77
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = tempfile.mkdtemp(prefix="flashpoint-crash-", dir=options.folder or "/dev/shm")
-    reports = []
+    reports: list[Report] = []
     try:
         if options.mutants:
             return try_mutants(folder)
         for name in options.scene or SCENES:
-            report = run(name, folder, options)
+            report = Report(name)
             reports.append(report)
-            print(line(report), flush=True)
+            try:
+                run(report, folder, options)
+            finally:  # also what there was when somebody ended it
+                print(line(report), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 1 if any(report.violations for report in reports) else 0
@@ -73,13 +78,15 @@ def try_mutants(folder: str) -> int:
     return 1 if survivors else 0
 
 
-def run(name: str, folder: str, options: argparse.Namespace) -> Report:
-    events = [] if options.only else record(SCENES[name](folder))
-    report = Report(name, points=len(events))
+def run(report: Report, folder: str, options: argparse.Namespace) -> None:
+    name = report.scene
+    if not options.only:
+        events = record(SCENES[name](folder))
+        report.points = len(events)
     if options.list:
         for event in events:
             print(event.call, *event.paths)
-        return report
+        return
     faults: list[Fault | None] = [None if text == "none" else Fault.parse(text) for text in options.only]
     if not faults:
         part, parts = map(int, options.shard.split("/"))
@@ -92,7 +99,6 @@ def run(name: str, folder: str, options: argparse.Namespace) -> Report:
         faults.insert(0, None)  # it may show without any
     scene = SCENES[name](folder, mutant=options.mutant)
     strike(scene, faults, report, stop_at_first=bool(options.mutant))
-    return report
 
 
 def line(report: Report) -> str:

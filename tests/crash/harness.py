@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.crash.scenes import Scene
@@ -54,16 +54,14 @@ def strike(
     report: Report,
     *,
     stop_at_first: bool = False,
-    progress: Callable[[], None] = lambda: None,
 ) -> None:
     begun = time.monotonic()
     for fault in faults:
         result = scene.run(fault)
         report.runs += 1
+        report.seconds = time.monotonic() - begun
         report.not_reached += fault is not None and not result.struck
         if result.wrong:
-            report.violations[str(fault).lower() if fault is None else str(fault)] = result.wrong
+            report.violations["none" if fault is None else str(fault)] = result.wrong
             if stop_at_first:
                 break
-        progress()
-    report.seconds += time.monotonic() - begun

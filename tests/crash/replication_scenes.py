@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from flashpoint.errors import FlashpointError
 from flashpoint.objects import CheckpointObjectManager
-from flashpoint.replication import limits
+from flashpoint.replication import limits, manager
 from flashpoint.replication.agent import run_agent
 from flashpoint.replication.agent_folder import AgentFolder, Assignment
 from flashpoint.replication.client import AgentClient
@@ -30,6 +30,7 @@ from tests.crash.scenes import NUMBERS, WAIT_S, Result, Scene, Span, save, saver
 from tests.crash.tracer import Child, Fault, Tracer, roles_below
 
 HOST: Final = "127.0.0.1"
+_ = manager  # imported here, once, and not by every forked agent
 KEYS: Final = JobKeys.generate()
 ASK_S: Final = 0.5
 

@@ -12,12 +12,13 @@ from flashpoint.errors import FlashpointError
 from flashpoint.objects import CheckpointObjectManager
 from flashpoint.replication.inventory import Inventory
 from flashpoint.retention import Version
-from flashpoint.storage import claim, drainer
+from flashpoint.storage import claim, drainer, local
 from tests import checker
 from tests.checker import Expected
 from tests.crash.scenes import WAIT_S, Result, Scene, Span, open_below, save
 from tests.crash.tracer import Fault
 
+_ = local  # imported here, once, and not by every forked process
 JOB: Final = "ab" * 16
 OFFER_S: Final = 0.2
 

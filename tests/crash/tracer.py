@@ -192,6 +192,7 @@ class Child:
             _living[self.pid] = None
             return
         os.close(self._readable)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a harness that is killed leaves nothing behind
 
         def say(value: Any) -> None:
