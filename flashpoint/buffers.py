@@ -498,8 +498,11 @@ def _turn(pool: str) -> Iterator[None]:
         try_lock(fd, fcntl.LOCK_EX, TURN_WAIT_S)
         yield
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor too
-        os.close(fd)
+        # What was done in the turn is done: nothing here may undo it.
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor too
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 def _strike_off(missing: Counter[int], nbytes: int) -> None:

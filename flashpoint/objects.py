@@ -436,6 +436,28 @@ class CheckpointObjectManager:
             logger.info("removed the unfinished steps %s below %s", removed, self.job_root)
         return removed
 
+    def finish_giving_up(self) -> list[int]:
+        """Remove what is left of versions whose end a crash cut off, while the job goes on. Returns their steps.
+
+        For an agent that starts beside living trainers. A container that has neither manifest nor marker was being
+        given up: what is saved has a marker first. Only those of steps before the newest complete one's: a later
+        one may be saved this very moment, and that save cleans it up itself.
+        """
+        complete = self.complete_versions()
+        dirty = self.dirty_steps()
+        removed = []
+        for step in self.steps():
+            container = self.container(step)
+            if not complete or step >= complete[0].step or step in dirty:
+                continue
+            if not os.path.lexists(f"{container.path}/{MANIFEST_NAME}"):
+                self.remove_container(container)
+                if not os.path.lexists(container.path):
+                    removed.append(step)  # or else a folder of others
+        if removed:
+            logger.info("removed what was left of the steps %s below %s", removed, self.job_root)
+        return removed
+
     # ---- epoch ----------------------------------------------------------------------------------
 
     def read_epoch(self) -> int:
@@ -534,9 +556,12 @@ def _is_folder(path: str) -> bool:
 def _open_regular(path: str) -> int:
     """Open a file for reading that is one: no link is followed, no pipe is waited for."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
+    except BaseException:
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is not a regular file", path)
+        raise
     return fd
 
 

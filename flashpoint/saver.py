@@ -369,22 +369,23 @@ class MLFlashpointCheckpointSaver:
                 dirty on that rank's node; either way nothing older was given up.
         """
         assert pending.marker is not None
-        this = Version(self.epoch, pending.step)
-        complete = [*self.objects.complete_versions(), this]
-        # Asked before anyone can have given one up; and never this one, whatever lies there.
-        older = [version for version in superseded(complete, keep=self.config.keep) if version != this]
-        if not self._gives_up:
-            older = []
-        for part in pending.staged:
-            part.release(self.objects.pool)  # its second link protects it; readers may come any moment now
-        pending.marker.remove()
-        failures = self._collect(pending, "cleared", Report(), range(self.coordinator.world_size))
+        error = ""
+        older = self._older_than(pending)  # asked before anyone can have given one up
+        try:
+            for part in pending.staged:
+                part.release(
+                    self.objects.pool
+                )  # its second link protects it; readers may come any moment now
+            pending.marker.remove()
+        except OSError as failure:  # the others are told, or they would wait for it until their deadline
+            error = f"its marker could not be removed: {failure}"
+        failures = self._collect(pending, "cleared", Report(error), range(self.coordinator.world_size))
         if failures is not None:
             self._say(pending, "retire", Decision(failures=failures))
         else:
             failures = self._hear(pending, "retire", 2 * self.config.commit_timeout_s).failures
         if failures:
-            self._unsettled.append(pending.container)
+            self._leave_unsettled(pending.container)
             raise SaveError(pending.step, failures)
         self._sizes.append(sum(part.layout.nbytes for part in pending.staged))
         try:
@@ -396,6 +397,18 @@ class MLFlashpointCheckpointSaver:
         except OSError as error:  # the version is complete all the same
             logger.warning("after step %d, memory could not be given back: %s", pending.step, error)
 
+    def _older_than(self, pending: PendingCheckpoint) -> list[Version]:
+        """The versions that this one will supersede: never itself, whatever lies there."""
+        if not self._gives_up:
+            return []
+        this = Version(self.epoch, pending.step)
+        try:
+            complete = [*self.objects.complete_versions(), this]
+        except OSError as error:  # the next version supersedes them too
+            logger.warning("older versions than step %d could not be looked up: %s", pending.step, error)
+            return []
+        return [version for version in superseded(complete, keep=self.config.keep) if version != this]
+
     @property
     def budget_bytes(self) -> int | None:
         """What this rank's buffers may hold between saves: ``keep`` versions, and room for the next.
@@ -404,6 +417,10 @@ class MLFlashpointCheckpointSaver:
         """
         versions = self.config.keep + 1 + (not self._gives_up)  # one more may wait to be replicated
         return versions * max(self._sizes) if self.config.keep and self._sizes else None
+
+    def _leave_unsettled(self, container: CheckpointContainerId) -> None:
+        if container not in self._unsettled:
+            self._unsettled.append(container)
 
     def _settle(self) -> None:
         """Take back this rank's part of versions that not every rank knew to be complete.
@@ -558,7 +575,7 @@ class MLFlashpointCheckpointSaver:
         if pending.marker is not None and pending.marker.is_set:
             self.objects.remove_objects_of(pending.container, self.objects.rank)
             pending.marker.release()
-            self._unsettled.append(pending.container)
+            self._leave_unsettled(pending.container)
 
     def _layouts_of(self, records: Iterable[ObjectRecord]) -> dict[str, ObjectLayout]:
         """Layouts by digest, of this rank's own knowledge or as their writers published them."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import stat
 import time
@@ -41,6 +42,7 @@ MEMBERSHIP_NAME: Final = "membership"
 PORTS_NAME: Final = "ports"
 LOG_NAME: Final = "log"
 
+_UNFINISHED: Final = re.compile(rf"({MEMBERSHIP_NAME}|{PORTS_NAME})\.[0-9a-f]{{8}}\.tmp", re.ASCII)
 LOG_BYTES_MAX: Final = 1 << 20
 _PORTS_BYTES_MAX: Final = 4096
 _TAIL_BYTES: Final = 8192
@@ -225,6 +227,13 @@ class AgentFolder:
 
     def write_ports(self, host: str, port: int, bulk_port: int) -> None:
         self._write(PORTS_NAME, msgspec.json.encode(Ports(host, port, bulk_port)))
+
+    def drop_unfinished(self) -> None:
+        """Delete what an agent that was killed was writing; by the one that has the lock, and so writes alone."""
+        for name in os.listdir(self.path):
+            if _UNFINISHED.fullmatch(name):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{self.path}/{name}")
 
     def _read(self, name: str, kind: type[_T], nbytes_max: int) -> _T | None:
         path = f"{self.path}/{name}"

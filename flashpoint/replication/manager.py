@@ -121,11 +121,22 @@ class ReplicationManager:
         self._ends_now = False
         self._last_asked_s = time.monotonic()
         self._next_look_s = 0.0
+        self._clean_up()
         self._keys = read_keys(self.folder.path) or self._new_keys()
         self._transport = self._open(self._keys, encrypt=config.encrypt, port=port, bulk_port=bulk_port)
         assignment = self.folder.read_assignment()
         if assignment is not None and assignment.membership.job == self._keys.job:
             self._configure(assignment)
+
+    def _clean_up(self) -> None:
+        """Take back what an agent that was killed had in hand. The trainers go on meanwhile, and clean up only when
+        the job starts."""
+        try:
+            self.folder.drop_unfinished()
+            self.objects.pool.drop_unfinished()
+            self.objects.finish_giving_up()
+        except OSError as error:
+            logger.warning("what an agent has left in %s cannot be removed: %s", self.job_root, error)
 
     def _new_keys(self) -> JobKeys:
         keys = JobKeys.generate()

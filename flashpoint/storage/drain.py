@@ -22,6 +22,7 @@ from flashpoint.storage.records import (
     decode,
     drain_name,
     encode,
+    is_node,
     is_ours,
     manifest_name,
     node_name,
@@ -134,7 +135,7 @@ class Drain:
 
     def _confirmed(self) -> dict[str, tuple[int, str]]:
         """What all nodes have confirmed; raises `StorageError` where one cannot go on."""
-        found = self._store.files(self._drain)
+        found = {name: stored for name, stored in self._store.files(self._drain).items() if is_node(name)}
         for name, stored in found.items():
             if name not in self._read or self._read[name][0] != stored:
                 data = self._store.read(f"{self._drain}/{name}")
@@ -221,7 +222,8 @@ def abandon(store: Store, key: Key, leader: int) -> None:
     """Delete what nodes have said of a drain, the leader's word first: with it, the drain is over."""
     folder = f"{DRAINS_NAME}/{drain_name(key)}"
     first = node_name(leader)
-    names = sorted(store.files(folder), key=lambda name: (name != first, name))
+    # Also where it is gone: a folder that a crash left empty goes with the last name that is deleted in it.
+    names = sorted({first, *store.files(folder)}, key=lambda name: (name != first, name))
     store.delete([f"{folder}/{name}" for name in names])
 
 

@@ -332,10 +332,10 @@ class Drainer:
     def _delete(self, step: int) -> None:
         folder = f"step-{step}_ckpt"
         names = [name for name in self._store.files(folder) if is_ours(name) or is_temporary(name)]
-        names.sort(
-            key=lambda name: f"{folder}/{name}" != manifest_name(step)
-        )  # it first: the version is no more
-        self._store.delete([f"{folder}/{name}" for name in names])
+        # The manifest first: the version is no more. Also where it is gone, so that a folder left empty goes too.
+        first = manifest_name(step)
+        paths = [f"{folder}/{name}" for name in names]
+        self._store.delete([first, *(path for path in paths if path != first)])
 
     # ---- as another node --------------------------------------------------------------------------
 

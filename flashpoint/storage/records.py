@@ -26,6 +26,7 @@ DRAINS_NAME: Final = ".drains"
 FORMAT: Final = "flashpoint-storage"
 RECORD_BYTES_MAX: Final = 64 << 20
 _DRAIN = re.compile(r"([0-9]{1,19})-([0-9]{1,19})-([0-9a-f]{32})", re.ASCII)
+_NODE = re.compile(r"node[0-9]{5,}", re.ASCII)
 _HEAD = re.compile(
     rb'\{"format":"flashpoint-manifest","version":1,"step":([0-9]{1,19}),"epoch":([0-9]{1,19}),'
 )
@@ -99,6 +100,11 @@ def parse_drain(name: str) -> Key | None:
 
 def node_name(index: int) -> str:
     return f"node{index:05d}"
+
+
+def is_node(name: str) -> bool:
+    """Whether a file of a drain is a node's word: a node that died may have left others, half written."""
+    return _NODE.fullmatch(name) is not None
 
 
 def step_of(folder: str) -> int | None:
