@@ -19,9 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 import flashpoint_torch as fpt
-from flashpoint.errors import ConfigError, DeadlineError, FlashpointError
+from flashpoint.errors import ConfigError, DeadlineError
 from flashpoint_torch import hf_folder
-from flashpoint_torch.hf_layout import Item, plan_files, slabs
 from tests.torch import exporting
 from tests.torch.exporting import folders, gpt2, llama, train_step
 from tests.torch.faults import start
