@@ -30,7 +30,7 @@ from flashpoint.replication.acquisition import Acquisition
 from flashpoint.replication.agent_folder import AgentFolder, Assignment
 from flashpoint.replication.inventory import Inventory, Item, local_of
 from flashpoint.replication.keys import JobKeys, read_keys, write_keys
-from flashpoint.replication.messages import Data, Fetch, Key, Refused
+from flashpoint.replication.messages import Data, Fetch, Key, Refused, Span
 from flashpoint.replication.replicator import (
     Acquire,
     Announce,
@@ -449,16 +449,22 @@ class ReplicationManager:
             self._transport.greet(index)
 
     def _ask(self, acquisition: Acquisition, now_s: float) -> None:
-        for ask in acquisition.asks(now_s):
-            self._by_request[ask.request] = acquisition
-            name = acquisition.name_of(ask.want)
-            self._transport.fetch(ask.source, Fetch(ask.request, acquisition.key, name, ask.begin, ask.end))
+        spans: dict[int, list[Span]] = {}
+        for request, source, want, begin, end in acquisition.asks(now_s):
+            self._by_request[request] = acquisition
+            spans.setdefault(source, []).append(Span(request, acquisition.name_of(want), begin, end))
+        for source, asked in spans.items():
+            for first in range(0, len(asked), limits.FRAMES_QUEUED_MAX):
+                some = tuple(asked[first : first + limits.FRAMES_QUEUED_MAX])
+                self._transport.fetch(source, Fetch(acquisition.key, some))
 
     def _on_arrived(self, event: Arrived) -> None:
         acquisition = self._by_request.pop(event.data.request, None)
         if acquisition is not None and not acquisition.ended:
-            acquisition.arrived(event.data, event.payload.copy_into)
-            self._ask(acquisition, time.monotonic())  # at once: the credit is what keeps the link busy
+            acquisition.arrived(event.data, event.payload)
+            # Soon, since the credit is what keeps the link busy; but one message asks for many frames.
+            if self._credit.is_low(event.index):
+                self._ask(acquisition, time.monotonic())
 
     def _on_fetch_refused(self, refused: Refused) -> None:
         acquisition = self._by_request.pop(refused.request, None)
@@ -468,21 +474,22 @@ class ReplicationManager:
     # ---- serving ----------------------------------------------------------------------------------
 
     def _serve(self, event: FetchRequested) -> None:
-        fetch = event.fetch
-        try:
-            data = self._bytes_of(fetch.key, fetch.name)
-            if not 0 <= fetch.begin < fetch.end <= len(data) or fetch.end - fetch.begin > limits.FRAME_BYTES:
-                raise ProtocolError("bad-range", f"{fetch.name} has {len(data)} bytes")
-        except (FlashpointError, OSError) as error:
-            code = error.code if isinstance(error, ProtocolError) else "no-object"
-            if code == "bad-range":  # all else may be asked for by an honest node that comes too late
-                text = f"refused a fetch by {self._name_of(event.index)}: {code}: {reason_of(error)}"
-                self._log_once(("fetch", event.index, code), text)
-            reason = reason_of(error)[: limits.REASON_CHARS_MAX]
-            self._transport.reply(event.connection, Refused("fetch", code, reason, fetch.key, fetch.request))
-            return
-        header = Data(fetch.request, fetch.begin, fetch.end)
-        self._transport.send_data(event.connection, header, data[fetch.begin : fetch.end].data)
+        key = event.fetch.key
+        for span in event.fetch.spans:
+            request, name, begin, end = span.request, span.name, span.begin, span.end
+            try:
+                data = self._bytes_of(key, name)
+                if not 0 <= begin < end <= len(data) or end - begin > limits.FRAME_BYTES:
+                    raise ProtocolError("bad-range", f"{name} has {len(data)} bytes")
+            except (FlashpointError, OSError) as error:
+                code = error.code if isinstance(error, ProtocolError) else "no-object"
+                if code == "bad-range":  # all else may be asked for by an honest node that comes too late
+                    text = f"refused a fetch by {self._name_of(event.index)}: {code}: {reason_of(error)}"
+                    self._log_once(("fetch", event.index, code), text)
+                reason = reason_of(error)[: limits.REASON_CHARS_MAX]
+                self._transport.reply(event.connection, Refused("fetch", code, reason, key, request))
+                continue
+            self._transport.send_data(event.connection, Data(request, begin, end), data[begin:end].data)
 
     def _forget_served(self) -> None:
         """Unmap what nobody has asked for in a while; a few at a time, since each takes its time."""

@@ -53,6 +53,18 @@ class Payload:
         else:
             np.copyto(target, np.frombuffer(self._frame, dtype=np.uint8))
 
+    def opened(self, scratch: npt.NDArray[np.uint8]) -> memoryview:
+        """These bytes: opened into ``scratch``, which has room for any frame, or, if they are not sealed, as they lie.
+
+        Raises:
+            ProtocolError: they were changed on their way, or are more than ``scratch`` has room for.
+        """
+        if self._opener is None:
+            return self._frame
+        target = scratch[: self.nbytes]
+        self._opener.open_into(self._nonce, self._header, self._frame, target)
+        return target.data
+
 
 class Session:
     """One side of a session.

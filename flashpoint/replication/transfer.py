@@ -77,6 +77,11 @@ class Credit:
         used, frames = self._in_flight.get(source, (0, 0))
         return used + nbytes <= self.nbytes and frames < self.frames
 
+    def is_low(self, source: int) -> bool:
+        """Whether a quarter of it has come back: time to ask for more, and for several frames at once."""
+        used, frames = self._in_flight.get(source, (0, 0))
+        return used <= self.nbytes * 3 // 4 and frames <= self.frames * 3 // 4
+
     def take(self, source: int, nbytes: int) -> None:
         used, frames = self._in_flight.get(source, (0, 0))
         self._in_flight[source] = (used + nbytes, frames + 1)

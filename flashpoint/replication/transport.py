@@ -85,7 +85,7 @@ __all__ = [
 ]
 
 _BATCH: Final = 64  # messages taken from one socket at a time, so that none starves another
-_FETCH_BYTES_MAX: Final = 4 << 10
+_FETCH_BYTES_MAX: Final = 8 << 10  # a span takes under 100
 _BACKLOG: Final = 1_024
 _SOCKETS_MAX: Final = 65_535  # of the context; libzmq's own 1,023 would be 170 links
 _LOGGED_MAX: Final = 1_024

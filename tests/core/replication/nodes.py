@@ -581,10 +581,10 @@ class Impostor:
             for event in self.transport.poll(0.1):
                 self.events.append(event)
                 if isinstance(event, FetchRequested) and self.serve is not None:
-                    fetch = event.fetch
-                    data = self.serve(fetch.name, fetch.begin, fetch.end)
-                    header = Data(fetch.request, fetch.begin, fetch.begin + len(data))
-                    self.transport.send_data(event.connection, header, memoryview(data))
+                    for span in event.fetch.spans:
+                        data = self.serve(span.name, span.begin, span.end)
+                        header = Data(span.request, span.begin, span.begin + len(data))
+                        self.transport.send_data(event.connection, header, memoryview(data))
             while self._calls:
                 self._calls.pop(0)()
 

@@ -16,7 +16,7 @@ from flashpoint.errors import ReplicationError
 from flashpoint.manifest import MANIFEST_NAME
 from flashpoint.replication import limits, orders
 from flashpoint.replication.keys import JobKeys
-from flashpoint.replication.messages import Fetch, Key, Offer, Query, Refused, Withdraw, encode
+from flashpoint.replication.messages import Fetch, Key, Offer, Query, Refused, Span, Withdraw, encode
 from flashpoint.replication.transport import Arrived, Lost, Replied
 from tests.chaos import Chaos
 from tests.core.replication.nodes import (
@@ -365,7 +365,7 @@ def test_names_that_lead_elsewhere_are_refused(
         impostor.say(0, message)
         pair.until(lambda: refusals(impostor), "it is refused")
         assert refusals(impostor) == ["malformed"]
-    impostor.fetch(0, Fetch(1, key, name, 0, 100))
+    impostor.fetch(0, Fetch(key, (Span(1, name, 0, 100),)))
     pair.until(lambda: impostor.of(Lost), "the session is over")
     same()
     assert not impostor.of(Arrived)
@@ -400,7 +400,7 @@ def test_a_fetch_of_an_impossible_range_is_refused(
 ) -> None:
     same = unchanged(pair)
     for number in range(1, 4):
-        impostor.fetch(0, Fetch(number, pair[0].key(1), name_of_rank(0), begin, end))
+        impostor.fetch(0, Fetch(pair[0].key(1), (Span(number, name_of_rank(0), begin, end),)))
     pair.until(lambda: len(refusals(impostor)) == 3, "it is refused")
     assert set(refusals(impostor)) == {"bad-range"} and not impostor.of(Arrived)
     same()

@@ -36,7 +36,9 @@ MESSAGES = (
     messages.Met(KEY),
     messages.Retract(KEY),
     messages.Farewell(),
-    messages.Fetch(7, KEY, NAMES[0], 1 << 20, 2 << 20),
+    messages.Fetch(
+        KEY, (messages.Span(7, NAMES[0], 1 << 20, 2 << 20), messages.Span(8, NAMES[0], 2 << 20, 3 << 20))
+    ),
     messages.Welcome(1, 3, 0, "node-0", b"i" * 16, b"s" * 32),
     messages.Accepted(KEY),
     messages.Held(KEY),
