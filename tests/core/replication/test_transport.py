@@ -265,7 +265,9 @@ def test_both_ways_at_once_among_three(world, encrypt):
 def test_a_refused_fetch_is_told_to_whoever_asked(world):
     _, one, two = world.start(2)
     two.turn = lambda timeout_s=0.0: [
-        two.transport.reply(event.connection, Refused("fetch", "no-object", "none", KEY, event.fetch.request))
+        two.transport.reply(
+            event.connection, Refused("fetch", "no-object", "none", KEY, event.fetch.spans[0].request)
+        )
         for event in two.transport.poll(timeout_s)
         if isinstance(event, FetchRequested)
     ]
