@@ -31,7 +31,6 @@ from flashpoint.errors import (
 from flashpoint.ids import CheckpointObjectId
 from flashpoint.manifest import MANIFEST_NAME, CommitRecord, ObjectRecord
 from flashpoint.objects import CheckpointObjectManager
-from flashpoint.replication import limits
 from flashpoint.replication.messages import Data, Key
 from flashpoint.replication.orders import Wanted
 from flashpoint.replication.session import Payload
@@ -97,7 +96,6 @@ class Acquisition:
         self._on_end = on_end
         self.sources: frozenset[int] = frozenset()
         self._parts: list[_Part] = []
-        self._scratch = np.empty(limits.FRAME_BYTES, dtype=np.uint8)
         self._container = objects.container(key.step)
 
     # ---- steps ------------------------------------------------------------------------------------
@@ -276,7 +274,7 @@ class Acquisition:
         else:
             # Nobody has touched the pages of a new buffer: through its mapping each would cost a fault, and
             # together twice what it costs to write them.
-            data = payload.opened(self._scratch)
+            data = payload.opened()
             _write(part.buffer.fd, data, begin)
         if begin == chunk * part.record.chunk_bytes:
             part.digests[chunk] = xxhash.xxh3_64(data), end

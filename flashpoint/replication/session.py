@@ -53,15 +53,15 @@ class Payload:
         else:
             np.copyto(target, np.frombuffer(self._frame, dtype=np.uint8))
 
-    def opened(self, scratch: npt.NDArray[np.uint8]) -> memoryview:
-        """These bytes: opened into ``scratch``, which has room for any frame, or, if they are not sealed, as they lie.
+    def opened(self) -> memoryview:
+        """These bytes, wherever they lie.
 
         Raises:
-            ProtocolError: they were changed on their way, or are more than ``scratch`` has room for.
+            ProtocolError: they were changed on their way.
         """
         if self._opener is None:
             return self._frame
-        target = scratch[: self.nbytes]
+        target = np.empty(self.nbytes, dtype=np.uint8)
         self._opener.open_into(self._nonce, self._header, self._frame, target)
         return target.data
 

@@ -11,7 +11,6 @@ from flashpoint.config import FlashpointConfig
 from flashpoint.layout import Entry
 from flashpoint.objects import CheckpointObjectManager
 from flashpoint.replication import acquisition as acquisitions
-from flashpoint.replication import limits
 from flashpoint.replication.acquisition import Acquisition
 from flashpoint.replication.messages import Data, Key
 from flashpoint.replication.orders import Wanted
@@ -53,8 +52,12 @@ class World:
         there.close()
         self.ends = []
         keys = (bytes(32), bytes([1]) * 32) if sealed else None
-        self.server = Session(b"s" * 16, 0, Sealer(keys[0]) if keys else None, Opener(keys[1]) if keys else None)
-        self.client = Session(b"s" * 16, 1, Sealer(keys[1]) if keys else None, Opener(keys[0]) if keys else None)
+        self.server = Session(
+            b"s" * 16, 0, Sealer(keys[0]) if keys else None, Opener(keys[1]) if keys else None
+        )
+        self.client = Session(
+            b"s" * 16, 1, Sealer(keys[1]) if keys else None, Opener(keys[0]) if keys else None
+        )
 
     def acquisition(self):
         made = Acquisition(
@@ -172,12 +175,3 @@ def test_what_a_full_file_system_does_not_take_ends_the_acquisition(world, monke
     world.answer(acquisition, acquisition.asks(0.0)[0])
     assert acquisition.ended and world.ends[0][0] == "no-space"
     assert not os.path.exists(f"{world.container.path}/{world.record.name}")
-
-
-def test_the_largest_frame_has_room_to_be_opened_in(world):
-    acquisition = world.acquisition()
-    asks = acquisition.asks(0.0)
-    assert max(ask.end - ask.begin for ask in asks) == limits.FRAME_BYTES
-    for ask in asks:
-        world.answer(acquisition, ask)
-    assert world.is_right()
