@@ -388,12 +388,7 @@ class ReplicationManager:
     def _copied_bytes(self, key: Key) -> int:
         """Of a version's objects in this node's pool of copies."""
         item = self._inventory.get(key)
-        if item is None or self._replicator is None:
-            return 0
-        ranks = self._replicator.membership.members[self._replicator.index].ranks
-        return sum(
-            r.nbytes for name, r in item.records.items() if name in item.held and r.id.rank not in ranks
-        )
+        return sum(record.nbytes for record in self._copied(item)) if item is not None else 0
 
     def _prepare_buffers(self, key: Key) -> None:
         """Allocate and touch what the next versions' copies will need; in a thread that nobody waits for."""
@@ -410,8 +405,8 @@ class ReplicationManager:
         """Objects of a version that lie in this node's pool of copies."""
         if self._replicator is None:
             return []
-        ranks = self._replicator.membership.members[self._replicator.index].ranks
-        return [r for name, r in item.records.items() if name in item.held and r.id.rank not in ranks]
+        own = frozenset(item.own(self._replicator.membership.members[self._replicator.index].ranks))
+        return [record for name, record in item.records.items() if name in item.held and name not in own]
 
     def _work(self, work: Callable[[], Callable[[], None]]) -> None:
         """Run in the worker thread; what it returns is called in the loop."""

@@ -87,6 +87,7 @@ __all__ = [
 _BATCH: Final = 64  # messages taken from one socket at a time, so that none starves another
 _FETCH_BYTES_MAX: Final = 8 << 10  # a span takes under 100
 _BACKLOG: Final = 1_024
+_MORE: Final = zmq.DONTWAIT | zmq.SNDMORE
 _SOCKETS_MAX: Final = 65_535  # of the context; libzmq's own 1,023 would be 170 links
 _LOGGED_MAX: Final = 1_024
 _PATH_BYTES_MAX: Final = 107  # of a Unix socket, unix(7)
@@ -349,10 +350,10 @@ class Transport:
             refused = NO_SESSION + encode(_refused("fetch", used_up))
             return self._send(self._bulk, connection.identity, refused)
         try:
-            self._bulk.send(connection.identity, zmq.DONTWAIT | zmq.SNDMORE)
+            self._bulk.send(connection.identity, _MORE)
         except zmq.ZMQError as error:
             return _not_sent(error)
-        self._bulk.send(header, zmq.DONTWAIT | zmq.SNDMORE)
+        self._bulk.send(header, _MORE)
         self._bulk.send(body, zmq.DONTWAIT, copy=False)
         return True
 
@@ -362,7 +363,7 @@ class Transport:
 
     def _send(self, router: Socket, identity: bytes, frame: bytes) -> bool:
         try:
-            router.send(identity, zmq.DONTWAIT | zmq.SNDMORE)
+            router.send(identity, _MORE)
             router.send(frame, zmq.DONTWAIT)
         except zmq.ZMQError as error:
             return _not_sent(error)
