@@ -407,6 +407,19 @@ def test_a_fetch_of_an_impossible_range_is_refused(
     assert len(logged(caplog, "127.0.0.1", "bad-range")) == 1, logged(caplog)
 
 
+def test_spans_of_one_fetch_are_answered_or_refused_each_for_itself(pair: Nodes, impostor: Impostor) -> None:
+    mine, none = name_of_rank(0), "rank00000-7.safetensors"
+    spans = (Span(1, mine, 0, 10), Span(2, none, 0, 10), Span(3, mine, 5, 5), Span(4, MANIFEST_NAME, 1, 20))
+    impostor.fetch(0, Fetch(pair[0].key(1), spans))
+    pair.until(lambda: len(impostor.of(Arrived)) + len(refusals(impostor)) == 4, "each is answered")
+    assert [(e.data.request, e.data.begin, e.data.end) for e in impostor.of(Arrived)] == [
+        (1, 0, 10),
+        (4, 1, 20),
+    ]
+    refused = [e.message for e in impostor.of(Replied)]
+    assert [(m.request, m.code) for m in refused] == [(2, "no-object"), (3, "bad-range")]
+
+
 @pytest.mark.parametrize("how", ["garbled", "swapped", "other-step", "short", "random"])
 def test_a_manifest_that_is_not_the_one_offered_is_not_adopted(
     pair: Nodes, impostor: Impostor, caplog: pytest.LogCaptureFixture, how: str
