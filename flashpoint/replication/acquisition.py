@@ -31,10 +31,11 @@ from flashpoint.errors import (
 from flashpoint.ids import CheckpointObjectId
 from flashpoint.manifest import MANIFEST_NAME, CommitRecord, ObjectRecord
 from flashpoint.objects import CheckpointObjectManager
+from flashpoint.replication.chunks import Want
 from flashpoint.replication.messages import Data, Key
 from flashpoint.replication.orders import Wanted
 from flashpoint.replication.session import Payload
-from flashpoint.replication.transfer import Ask, Credit, Landing, Transfer, Want
+from flashpoint.replication.transfer import Ask, Credit, Landing, Transfer
 
 _MANIFEST_CHUNK_BYTES: Final = 1 << 20
 _FULL: Final = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)

@@ -17,17 +17,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-import numpy as np
-
 import flashpoint
-from flashpoint.checksums import Bytes
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import FlashpointError, ProtocolError, reason_of
-from flashpoint.manifest import MANIFEST_NAME, ObjectRecord
+from flashpoint.manifest import ObjectRecord
 from flashpoint.objects import CheckpointObjectManager
 from flashpoint.replication import limits, orders
 from flashpoint.replication.acquisition import Acquisition
 from flashpoint.replication.agent_folder import AgentFolder, Assignment
+from flashpoint.replication.events import (
+    Arrived,
+    FetchRequested,
+    HelloRefused,
+    Lost,
+    Moved,
+    Opened,
+    Ordered,
+    Replied,
+    Requested,
+)
 from flashpoint.replication.inventory import Inventory, Item, local_of
 from flashpoint.replication.keys import JobKeys, read_keys, write_keys
 from flashpoint.replication.messages import Data, Fetch, Key, Refused, Span
@@ -42,19 +50,9 @@ from flashpoint.replication.replicator import (
     Replicator,
     Say,
 )
+from flashpoint.replication.serving import Served
 from flashpoint.replication.transfer import Credit
-from flashpoint.replication.transport import (
-    Arrived,
-    FetchRequested,
-    HelloRefused,
-    Lost,
-    Moved,
-    Opened,
-    Ordered,
-    Replied,
-    Requested,
-    Transport,
-)
+from flashpoint.replication.transport import Transport
 from flashpoint.retention import Standing, Version
 from flashpoint.storage import claim
 from flashpoint.storage.drainer import Drainer
@@ -64,9 +62,6 @@ LOOK_S: Final = 0.5  # between two looks at the job root, when nobody tells of a
 TICK_S: Final = 0.1
 TICK_BUSY_S: Final = 0.02
 OPEN: Final = "open"
-_SERVED_MAX: Final = 4_096  # objects kept mapped for peers that fetch from them
-_SERVED_IDLE_S: Final = 2.0
-_UNMAPPED_MAX: Final = 32  # in one turn
 _SIZES_MAX: Final = 8  # versions whose copies' sizes are remembered
 _LOGGED_MAX: Final = 1_024  # things that were said once and are not said again
 
@@ -98,7 +93,7 @@ class ReplicationManager:
         self._by_request: dict[int, Acquisition] = {}
         self._numbers = itertools.count(1)
         self._credit = Credit()
-        self._served: OrderedDict[tuple[Key, str], tuple[Bytes, float]] = OrderedDict()
+        self._served = Served(self.objects, self._inventory, self._look)
         self._waiters: dict[Version, list[tuple[Any, int]]] = {}
         self._sizes: deque[int] = deque(maxlen=_SIZES_MAX)
         self._peers: dict[int, str] = {}
@@ -167,7 +162,7 @@ class ReplicationManager:
         while not self._results.empty():
             self._results.get()()
         self._advance_acquisitions()
-        self._forget_served()
+        self._served.forget_idle()
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
             self._look()
@@ -292,8 +287,7 @@ class ReplicationManager:
         now_s = time.monotonic()
         self._next_look_s = now_s + LOOK_S
         self._items = self._inventory.look()
-        for served in [served for served in self._served if served[0] not in self._items]:
-            del self._served[served]  # its lock would keep the buffer from being recycled
+        self._served.forget(lambda key: key not in self._items)
         if self._replicator is not None:
             me = self._replicator.membership.members[self._replicator.index]
             world_size = self._replicator.membership.world_size
@@ -313,8 +307,7 @@ class ReplicationManager:
         item = self._items.pop(key, None)
         if item is None:
             return
-        for served in [served for served in self._served if served[0] == key]:
-            del self._served[served]
+        self._served.forget(lambda served: served == key)
         try:
             container = self.objects.container(key.step)
             if self.objects.read_summary(container).digest == key.digest:
@@ -473,7 +466,7 @@ class ReplicationManager:
         for span in event.fetch.spans:
             request, name, begin, end = span.request, span.name, span.begin, span.end
             try:
-                data = self._bytes_of(key, name)
+                data = self._served.bytes_of(key, name)
                 if not 0 <= begin < end <= len(data) or end - begin > limits.FRAME_BYTES:
                     raise ProtocolError("bad-range", f"{name} has {len(data)} bytes")
             except (FlashpointError, OSError) as error:
@@ -485,38 +478,6 @@ class ReplicationManager:
                 self._transport.reply(event.connection, Refused("fetch", code, reason, key, request))
                 continue
             self._transport.send_data(event.connection, Data(request, begin, end), data[begin:end].data)
-
-    def _forget_served(self) -> None:
-        """Unmap what nobody has asked for in a while; a few at a time, since each takes its time."""
-        until_s = time.monotonic() - _SERVED_IDLE_S
-        for _ in range(_UNMAPPED_MAX):
-            if not self._served or next(iter(self._served.values()))[1] > until_s:
-                return
-            self._served.popitem(last=False)
-
-    def _bytes_of(self, key: Key, name: str) -> Bytes:
-        """A whole object (or the manifest) of this very version, mapped under a shared lock."""
-        now_s = time.monotonic()
-        found = self._served.pop((key, name), None)
-        data = found[0] if found is not None else self._map(key, name)
-        self._served[key, name] = (data, now_s)
-        while len(self._served) > _SERVED_MAX:
-            self._served.popitem(last=False)
-        return data
-
-    def _map(self, key: Key, name: str) -> Bytes:
-        item = self._inventory.get(key)
-        if item is None:
-            self._look()
-            item = self._inventory.get(key)
-        if item is None:
-            raise ProtocolError("no-version", f"this node does not hold {key}")
-        container = self.objects.container(key.step)
-        if name == MANIFEST_NAME:
-            return np.frombuffer(self.objects.manifest_bytes(container), dtype=np.uint8)
-        if name not in item.records:
-            raise ProtocolError("no-object", f"{key} has no object {name}")
-        return self.objects.map_object(container, item.records[name]).data
 
     # ---- orders -----------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ import pytest
 from flashpoint.errors import ReplicationError
 from flashpoint.manifest import MANIFEST_NAME
 from flashpoint.replication import limits, orders
+from flashpoint.replication.events import Arrived, Lost, Replied
 from flashpoint.replication.keys import JobKeys
 from flashpoint.replication.messages import Fetch, Key, Offer, Query, Refused, Span, Withdraw, encode
-from flashpoint.replication.transport import Arrived, Lost, Replied
 from tests.chaos import Chaos
 from tests.core.replication.nodes import (
     HOST,
@@ -298,7 +298,7 @@ def test_a_recorded_handshake_opens_nothing_when_it_is_sent_again(caplog: pytest
                 for sent in one.sent
             ]
             assert {port for port, sent in recorded if len(sent) > 200} == {identity.port, identity.bulk_port}
-            sessions = set(nodes[0].manager._transport._sessions)
+            sessions = set(nodes[0].manager._transport._guests.by_session)
             same = unchanged(nodes)
             for port, sent in recorded:
                 with socket.create_connection((HOST, port)) as again:
@@ -314,7 +314,7 @@ def test_a_recorded_handshake_opens_nothing_when_it_is_sent_again(caplog: pytest
                     with open(nodes[0].path(1, name_of_rank(0)), "rb") as file:
                         assert file.read()[100_000:100_064] not in heard
             same()
-            assert set(nodes[0].manager._transport._sessions) == sessions
+            assert set(nodes[0].manager._transport._guests.by_session) == sessions
             assert len(logged(caplog, "does not speak CURVE")) == 1, logged(caplog)
             nodes.save(2)
             nodes.replicated(2)

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from flashpoint.errors import ReplicationError
 from flashpoint.replication import limits
-from flashpoint.replication.transfer import ChunkState, Credit, Transfer, Want
+from flashpoint.replication.chunks import ChunkState, Want
+from flashpoint.replication.transfer import Credit, Transfer
 
 KIB, MIB = 1 << 10, 1 << 20
 TIMEOUT_S = 60.0

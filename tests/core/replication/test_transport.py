@@ -15,6 +15,17 @@ import zmq
 
 from flashpoint.errors import FlashpointError, ProtocolError
 from flashpoint.replication import limits, link, orders, sealing, transport
+from flashpoint.replication.events import (
+    Arrived,
+    FetchRequested,
+    HelloRefused,
+    Lost,
+    Moved,
+    Opened,
+    Ordered,
+    Replied,
+    Requested,
+)
 from flashpoint.replication.handshake import session_id, session_keys
 from flashpoint.replication.keys import JobKeys
 from flashpoint.replication.membership import Member, Membership
@@ -38,18 +49,7 @@ from flashpoint.replication.messages import (
 )
 from flashpoint.replication.sealing import Opener, Sealer
 from flashpoint.replication.session import NO_SESSION, Session
-from flashpoint.replication.transport import (
-    Arrived,
-    FetchRequested,
-    HelloRefused,
-    Lost,
-    Moved,
-    Opened,
-    Ordered,
-    Replied,
-    Requested,
-    Transport,
-)
+from flashpoint.replication.transport import Transport
 
 KEY = Key(3, 10, "0" * 32)
 HOST = "127.0.0.1"
@@ -623,8 +623,8 @@ def test_sessions_are_bounded_and_the_one_unused_for_longest_goes(world, monkeyp
     for stranger in strangers:
         stranger.say(encode(stranger.hello(membership)))
         assert isinstance(decode_reply(stranger.hears(world)[0]), Welcome)
-    assert len(two.transport._sessions) == len(two.transport._guests) == 4
-    assert sum(two.transport._places.values()) == 4  # or strangers from there were let in for ever
+    assert len(two.transport._guests.by_session) == len(two.transport._guests.by_identity) == 4
+    assert sum(two.transport._guests.places.values()) == 4  # or strangers from there were let in for ever
     one.transport.fetch(1, fetch_of(1, 0, 10))
     world.until(lambda: one.of(Lost))
     assert "no-session" in one.of(Lost)[0].reason
@@ -741,7 +741,7 @@ def test_a_hello_said_again_gets_the_same_welcome(world, stranger_to):
     assert heard[0] == heard[1]
     stranger.say(encode(msgspec.structs.replace(hello, secret=b"d" * 32)))
     assert stranger.hears(world)[0] != heard[0]
-    assert len(one.transport._sessions) == len(one.transport._guests) == 1
+    assert len(one.transport._guests.by_session) == len(one.transport._guests.by_identity) == 1
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
@@ -853,7 +853,7 @@ def test_garbage_from_a_server_does_no_harm(world):
     world.until(lambda: two.of(Requested))
     control = two.of(Requested)[0].connection
     bulk = two.of(FetchRequested)[0].connection
-    session = two.transport._sessions[bulk.session].session
+    session = two.transport._guests.by_session[bulk.session].session
     random = np.random.default_rng(3)
     for nbytes in [0, 1, 15, 16, 17, 28, 29, 44, 100, 4000] * 5:
         garbage = random.bytes(nbytes)
