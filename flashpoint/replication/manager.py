@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 import os
 import queue
-import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -20,11 +19,11 @@ from typing import Any, Final
 import flashpoint
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import FlashpointError, ProtocolError, reason_of
-from flashpoint.manifest import ObjectRecord
 from flashpoint.objects import CheckpointObjectManager
 from flashpoint.replication import limits, orders
 from flashpoint.replication.acquisition import Acquisition
 from flashpoint.replication.agent_folder import AgentFolder, Assignment
+from flashpoint.replication.copy_buffers import CopyBuffers
 from flashpoint.replication.events import (
     Arrived,
     FetchRequested,
@@ -62,7 +61,6 @@ LOOK_S: Final = 0.5  # between two looks at the job root, when nobody tells of a
 TICK_S: Final = 0.1
 TICK_BUSY_S: Final = 0.02
 OPEN: Final = "open"
-_SIZES_MAX: Final = 8  # versions whose copies' sizes are remembered
 _LOGGED_MAX: Final = 1_024  # things that were said once and are not said again
 
 
@@ -95,15 +93,13 @@ class ReplicationManager:
         self._credit = Credit()
         self._served = Served(self.objects, self._inventory, self._look)
         self._waiters: dict[Version, list[tuple[Any, int]]] = {}
-        self._sizes: deque[int] = deque(maxlen=_SIZES_MAX)
+        self._buffers = CopyBuffers(self.objects.pool, prefault=config.prefault)
         self._peers: dict[int, str] = {}
         self._logged: OrderedDict[tuple[Any, ...], None] = OrderedDict()
         self._connections: dict[int, Any] = {}  # on which each node last asked for something
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="flashpoint-agent")
-        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="flashpoint-agent-prefault")
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
-        self._over = threading.Event()
         self._is_busy = True
         self._linger_until_s = 0.0
         self._ends_now = False
@@ -193,15 +189,15 @@ class ReplicationManager:
     def stop(self) -> None:
         """End `run`; from any thread, or a signal's handler."""
         self._stopping = True
-        self._over.set()
+        self._buffers.stop()
         self._transport.wake()
 
     def close(self) -> None:
-        self._over.set()
+        self._buffers.stop()
         for acquisition in list(self._acquisitions):
             acquisition.cancel("closing", "the agent of this node ends")
-        for worker in (self._worker, self._preparer):
-            worker.shutdown(wait=True, cancel_futures=True)
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._buffers.close()
         if self._drainer is not None:
             self._drainer.close()
         self._served.clear()
@@ -315,8 +311,7 @@ class ReplicationManager:
             assert self._replicator is not None
             ranks = self._replicator.membership.members[self._replicator.index].ranks
             self.objects.pool.drop_ranks_other_than(ranks)
-            if self._sizes and self._replicator.keep:
-                self.objects.pool.trim((self._replicator.keep + 2) * max(self._sizes))
+            self._buffers.trim(self._replicator.keep)
         except (OSError, FlashpointError) as error:
             logger.warning("%s could not be given up: %s", key, error)
         self._next_look_s = 0.0
@@ -358,9 +353,8 @@ class ReplicationManager:
                 del self._by_request[number]
             ended(error)
             if wanted and error is None:
-                self._sizes.append(self._copied_bytes(key))
-                if self.config.prefault:
-                    self._preparer.submit(self._prepare_buffers, key)
+                keep = self._replicator.keep if self._replicator is not None else 0
+                self._buffers.filled(self._copied_sizes(key), keep)
 
         acquisition = Acquisition(
             self.objects,
@@ -378,28 +372,13 @@ class ReplicationManager:
         self._work(acquisition.prepare)
         return acquisition
 
-    def _copied_bytes(self, key: Key) -> int:
-        """Of a version's objects in this node's pool of copies."""
-        item = self._inventory.get(key)
-        return sum(record.nbytes for record in self._copied(item)) if item is not None else 0
-
-    def _prepare_buffers(self, key: Key) -> None:
-        """Allocate and touch what the next versions' copies will need; in a thread that nobody waits for."""
+    def _copied_sizes(self, key: Key) -> list[int]:
+        """Of those objects of a version that lie in this node's pool of copies."""
         item, replicator = self._inventory.get(key), self._replicator
-        if item is None or replicator is None or not replicator.keep:
-            return
-        sizes = Counter(record.nbytes for record in self._copied(item))
-        versions = replicator.keep + 1
-        budget = versions * sum(nbytes * n for nbytes, n in sizes.items())
-        for nbytes, n in sizes.items():
-            self.objects.pool.reserve(nbytes, n * versions, budget_bytes=budget, stop=self._over)
-
-    def _copied(self, item: Item) -> list[ObjectRecord]:
-        """Objects of a version that lie in this node's pool of copies."""
-        if self._replicator is None:
+        if item is None or replicator is None:
             return []
-        own = frozenset(item.own(self._replicator.membership.members[self._replicator.index].ranks))
-        return [record for name, record in item.records.items() if name in item.held and name not in own]
+        own = frozenset(item.own(replicator.membership.members[replicator.index].ranks))
+        return [r.nbytes for name, r in item.records.items() if name in item.held and name not in own]
 
     def _work(self, work: Callable[[], Callable[[], None]]) -> None:
         """Run in the worker thread; what it returns is called in the loop."""
