@@ -17,11 +17,8 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
-import mmap
-import multiprocessing as mp
 import os
 import shutil
-import socket
 import statistics
 import threading
 import time
@@ -36,7 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import measure
-from benchmarks.measure import Meter, TmpfsFile
+from benchmarks.measure import Meter
+from benchmarks.wire import HOST, TIMEOUT_S, Bare, Helper, Raw, questions
 from flashpoint.buffers import BufferObject
 from flashpoint.config import ENV_PREFIX, FlashpointConfig
 from flashpoint.ids import CheckpointContainerId
@@ -52,11 +50,7 @@ from flashpoint.replication.orders import Wanted
 from flashpoint.saver import MLFlashpointCheckpointSaver
 
 GIB: Final = 1 << 30
-HOST: Final = "127.0.0.1"
 STEP: Final = 100
-PIECE_BYTES: Final = 1 << 20  # of raw TCP: what a frame of ours carries
-NICE: Final = 10  # as `run_agent` has it
-TIMEOUT_S: Final = 120.0
 SERVED_ANEW_S: Final = 3.0  # by then the sender has let go of its mappings, as between two versions
 TABLE_WIDTH: Final = 140  # where the output is no terminal
 PROFILE: Final = "BENCH_PROFILE"  # a folder: each agent's loop is profiled, and written there when it ends
@@ -68,6 +62,9 @@ raw TCP: two processes at the agents' priority over one loopback connection: sen
   name. Warm: all pages of both mappings were touched before. Fresh: files made and mapped for this transfer; timed
   with posix_fallocate and mmap, and without. A warm one before and after every timed order, a fresh one before
   each lost node; "x raw" is the median over orders of (mean of the warm transfers beside it) over (the order).
+bare ZeroMQ, verified: a DEALER and a ROUTER in place of the agents, at their priority, from and into raw's warm
+  mappings: the same frames, credit, sends without a copy, one copy (or AES-256-GCM), xxh3 of each chunk, and nothing
+  else. So much is within reach with ZeroMQ and verification.
 again: node 1's objects are unlinked (its pool files are recycled, and warm), then an order to `retrieve` all, from
   giving the order to its answer. Sender's mappings new: the same, some seconds after the last fetch, as a new
   version finds it. Every chunk is verified (xxh3); sealed is AES-256-GCM besides; unsealed is encrypt=False.
@@ -138,63 +135,6 @@ def save_job(job_root: str, objects: int, nbytes: int) -> Meter:
 # ---- processes that answer ----------------------------------------------------------------------
 
 
-class Helper:
-    """A fresh process that serves one end of a pipe until it is closed."""
-
-    def __init__(self, serve: Callable[..., None], *args: Any) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, *args), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.first = self._answer()
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def ask(self, *question: Any) -> Any:
-        self._pipe.send(question)
-        return self._answer()
-
-    def _answer(self) -> Any:
-        if not self._pipe.poll(TIMEOUT_S):
-            raise RuntimeError(f"{self.process.name} did not answer within {TIMEOUT_S:g} s")
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            self.process.join()
-            raise RuntimeError(f"{self.process.name} ended with {self.process.exitcode}") from None
-
-    def cpu_s(self) -> float:
-        """CPU seconds so far, of all threads (proc(5))."""
-        with open(f"/proc/{self.pid}/stat", encoding="ascii") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def close(self) -> None:
-        self._pipe.close()
-        self.process.terminate()
-        self.process.join(15)
-        self.process.kill()
-        self.process.join()
-
-
-def _questions(pipe: Connection) -> Iterator[tuple[Any, ...]]:
-    while True:
-        try:
-            yield pipe.recv()
-        except EOFError:
-            return
-
-
-def _give_way() -> None:
-    """As agents do: where others want the CPU too, raw TCP is to have no advantage."""
-    os.nice(NICE)
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
 def serve_agent(pipe: Connection, job_root: str) -> None:
     profile = cProfile.Profile() if os.environ.get(PROFILE) else None
     if profile is not None:
@@ -206,65 +146,6 @@ def serve_agent(pipe: Connection, job_root: str) -> None:
         profile.disable()
         profile.dump_stats(f"{os.environ[PROFILE]}/{os.path.basename(job_root)}-{os.getpid()}.pstats")
     raise SystemExit(code)
-
-
-def serve_raw_sender(pipe: Connection, paths: Sequence[str]) -> None:
-    """Sends all of the files for each byte that it gets."""
-    _give_way()
-    views = []
-    for path in paths:
-        with open(path, "rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        np.frombuffer(mapping, dtype=np.uint8)[:: mmap.PAGESIZE].sum()  # touches every page
-        views.append(memoryview(mapping))
-    with socket.create_server((HOST, 0)) as server:
-        pipe.send(server.getsockname()[1])
-        peer, _ = server.accept()
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while peer.recv(1):
-            for view in views:
-                for begin in range(0, len(view), PIECE_BYTES):
-                    peer.sendall(view[begin : begin + PIECE_BYTES])
-
-
-def serve_raw_receiver(pipe: Connection, port: int, folder: str, sizes: Sequence[int]) -> None:
-    _give_way()
-    os.makedirs(folder)
-    warm = [TmpfsFile(f"{folder}/warm-{i}", n).data.data for i, n in enumerate(sizes)]
-    peer = socket.create_connection((HOST, port))
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def receive(targets: Sequence[memoryview]) -> float:
-        start_s = time.perf_counter()
-        peer.sendall(b"1")
-        for target in targets:
-            begin = 0
-            while begin < len(target):
-                begin += peer.recv_into(target[begin:])
-        return time.perf_counter() - start_s
-
-    pipe.send("ready")
-    for (kind,) in _questions(pipe):
-        if kind == "warm":
-            pipe.send({"warm": receive(warm)})
-            continue
-        start_s = time.perf_counter()
-        fresh = [_fresh_mapping(f"{folder}/fresh-{i}", n) for i, n in enumerate(sizes)]
-        alone_s = receive(fresh)
-        seconds = time.perf_counter() - start_s
-        fresh.clear()
-        for i in range(len(sizes)):
-            os.unlink(f"{folder}/fresh-{i}")
-        pipe.send({"fresh": seconds, "fresh, alone": alone_s})
-
-
-def _fresh_mapping(path: str, nbytes: int) -> memoryview:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        return memoryview(mmap.mmap(fd, nbytes))
-    finally:
-        os.close(fd)
 
 
 def serve_trainer(pipe: Connection) -> None:
@@ -282,7 +163,7 @@ def serve_trainer(pipe: Connection) -> None:
 
     repeats = max(round(0.005 / statistics.median(work(10) / 10 for _ in range(50))), 1)
     pipe.send("ready")
-    for (seconds,) in _questions(pipe):
+    for (seconds,) in questions(pipe):
         start_s, steps = time.perf_counter(), 0
         while time.perf_counter() - start_s < seconds:
             work(repeats)
@@ -291,27 +172,6 @@ def serve_trainer(pipe: Connection) -> None:
 
 
 # ---- two nodes ----------------------------------------------------------------------------------
-
-
-class Raw:
-    """Raw TCP of a version's bytes, between two processes."""
-
-    def __init__(self, stack: ExitStack, folder: str, paths: Sequence[str]) -> None:
-        self.sender = Helper(serve_raw_sender, paths)
-        stack.callback(self.sender.close)
-        sizes = [os.path.getsize(path) for path in paths]
-        self.receiver = Helper(serve_raw_receiver, self.sender.first, folder, sizes)
-        stack.callback(self.receiver.close)
-        self.cpu_s: list[float] = []
-        for _ in range(2):
-            self.receiver.ask("warm")
-
-    def transfer(self, kind: str) -> dict[str, float]:
-        before_s = self.sender.cpu_s() + self.receiver.cpu_s()
-        found: dict[str, float] = self.receiver.ask(kind)
-        if kind == "warm":
-            self.cpu_s.append(self.sender.cpu_s() + self.receiver.cpu_s() - before_s)
-        return found
 
 
 class Nodes:
@@ -424,12 +284,14 @@ def run_workload(work: Workload, effort: Effort, say: Callable[[str], None]) -> 
         arguments = {"job_root": roots[0], "objects": work.objects, "nbytes": work.nbytes}
         facts = measure.run_job(f"{__spec__.name}:save_job", arguments).facts[0]
         container = CheckpointContainerId(roots[0], STEP)
-        raw = Raw(stack, f"{root}-raw", [f"{container.path}/{name}" for name in facts["names"]])
+        paths = [f"{container.path}/{name}" for name in facts["names"]]
+        raw = Raw(stack, f"{root}-raw", paths)
+        bare = Bare(stack, f"{root}-raw", paths)
         for number in range(effort.pairs):
             for mode, encrypt in MODES.items():
                 say(f"{work.key}: {mode}, {number + 1} of {effort.pairs}")
                 with _nodes(roots, facts, encrypt) as nodes:
-                    found.samples += _measure(nodes, raw, effort, mode, found.raw)
+                    found.samples += _measure(nodes, raw, bare, effort, mode, found.raw)
                     assert all(
                         _same(f"{container.path}/{name}", f"{nodes.container.path}/{name}")
                         for name in facts["names"]
@@ -457,15 +319,17 @@ def _nodes(roots: Sequence[str], facts: Mapping[str, Any], encrypt: bool) -> Ite
 
 
 def _measure(
-    nodes: Nodes, raw: Raw, effort: Effort, mode: str, references: list[dict[str, float]]
+    nodes: Nodes, raw: Raw, bare: Bare, effort: Effort, mode: str, references: list[dict[str, float]]
 ) -> list[Sample]:
     samples = []
 
-    def timed(name: str, *orders: Callable[[], Any], before: dict[str, float]) -> dict[str, float]:
-        cpu_s, start_s = nodes.cpu_s(), time.perf_counter()
+    def timed(
+        name: str, *orders: Callable[[], Any], before: dict[str, float], of: Nodes | Bare = nodes
+    ) -> dict[str, float]:
+        cpu_s, start_s = of.cpu_s(), time.perf_counter()
         for order in orders:
             order()
-        seconds, cpu_s = time.perf_counter() - start_s, nodes.cpu_s() - cpu_s
+        seconds, cpu_s = time.perf_counter() - start_s, of.cpu_s() - cpu_s
         after = raw.transfer("warm")
         references.append(after)
         beside = {**before, "warm": (before["warm"] + after["warm"]) / 2}
@@ -480,6 +344,7 @@ def _measure(
     for _ in range(effort.again):
         nodes.delete()
         warm = timed("again", nodes.retrieve, before=warm)
+        warm = timed("bare", lambda: bare.transfer(MODES[mode]), before=warm, of=bare)
     for _ in range(effort.anew):
         nodes.delete()
         time.sleep(SERVED_ANEW_S)
@@ -568,6 +433,7 @@ def rows_of(work: Workload, found: Found) -> Iterator[Row]:
         yield Row(work.key, f"raw TCP, {label}", time_of(raw[kind]), ratio, f"{ratio:.2f} x raw")
     for mode, least in (("unsealed", 0.9), ("sealed", 0.6)):
         for name, label, goal in (
+            ("bare", "bare ZeroMQ, verified", None),
             ("again", "again", Goal(least, at_least=True)),
             ("mapped anew", "again, sender's mappings new", Goal(least, at_least=True)),
         ):

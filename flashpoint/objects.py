@@ -265,10 +265,12 @@ class CheckpointObjectManager:
         """Names of those objects that lie in this node's container with the size they should have."""
         held = set()
         for record in records:
-            with contextlib.suppress(OSError):
-                status = os.stat(f"{container.path}/{record.name}", follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode) and status.st_size == record.nbytes:
-                    held.add(record.name)
+            try:
+                status = os.lstat(f"{container.path}/{record.name}")
+            except OSError:
+                continue
+            if stat.S_ISREG(status.st_mode) and status.st_size == record.nbytes:
+                held.add(record.name)
         return held
 
     def map_object(

@@ -11,14 +11,15 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+import xxhash
 
 from flashpoint import manifest as manifests
 from flashpoint.buffers import BufferObject
-from flashpoint.checksums import Bytes, mismatches
+from flashpoint.checksums import DIGEST_BYTES, Bytes, mismatches
 from flashpoint.errors import (
     FlashpointError,
     ManifestError,
@@ -28,11 +29,13 @@ from flashpoint.errors import (
     reason_of,
 )
 from flashpoint.ids import CheckpointObjectId
-from flashpoint.manifest import MANIFEST_NAME, Manifest, ObjectRecord
+from flashpoint.manifest import MANIFEST_NAME, CommitRecord, ObjectRecord
 from flashpoint.objects import CheckpointObjectManager
+from flashpoint.replication.chunks import Want
 from flashpoint.replication.messages import Data, Key
 from flashpoint.replication.orders import Wanted
-from flashpoint.replication.transfer import Ask, Credit, Transfer, Want
+from flashpoint.replication.session import Payload
+from flashpoint.replication.transfer import Ask, Credit, Landing, Transfer
 
 _MANIFEST_CHUNK_BYTES: Final = 1 << 20
 _FULL: Final = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
@@ -41,11 +44,16 @@ _DENIED: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass
 class _Part:
-    """An object on its way: where its bytes go, and where it is linked when it is whole."""
+    """An object on its way: where its bytes go, and where it is linked when it is whole.
+
+    Attributes:
+        digests: of chunks whose frames have come one after another, from the first, to this byte.
+    """
 
     record: ObjectRecord
     buffer: BufferObject
     path: str
+    digests: dict[int, tuple[xxhash.xxh3_64, int]] = field(default_factory=dict)
 
 
 class Acquisition:
@@ -96,17 +104,17 @@ class Acquisition:
     def prepare(self) -> Callable[[], None]:
         """The slow part before fetching, for the worker thread; returns what the loop is to do next."""
         try:
-            manifest = self._manifest_here()
-            if manifest is None:
+            record = self._manifest_here()
+            if record is None:
                 return self._fetch_manifest
-            transfer = self._take_buffers(manifest) if self._wanted else None
+            transfer = self._take_buffers(record) if self._wanted else None
             return lambda: self._fetch_objects(transfer)
         except Exception as failure:
             error = _refusal(failure)
             return lambda: self._end(error)
 
-    def _manifest_here(self) -> Manifest | None:
-        """This node's own copy of the manifest, if it is the very one that is wanted."""
+    def _manifest_here(self) -> CommitRecord | None:
+        """What this node's own copy of the manifest says, if it is the very one that is wanted."""
         if self.key.step in self._objects.dirty_steps():
             raise ProtocolError("busy", f"step {self.key.step} is being saved on this node")
         _refuse_link(self._container.path)
@@ -115,35 +123,37 @@ class Acquisition:
         except FlashpointError:
             return None
         if summary.digest == self.key.digest:
-            return self._objects.read_manifest(self._container)
+            return summary.record
         if summary.record.epoch >= self.key.epoch:
             raise ProtocolError("stale-epoch", f"this node holds another save of step {self.key.step}")
         self._objects.remove_container(self._container)  # of a run that the job has left behind
         return None
 
-    def _take_buffers(self, manifest: Manifest) -> Transfer:
-        records = {record.name: record for record in manifest.objects}
+    def _take_buffers(self, version: CommitRecord) -> Transfer:
+        records = {record.name: record for record in version.objects}
         for one in self._wanted:
             if one.name not in records:
                 raise ProtocolError("no-object", f"step {self.key.step} has no object {one.name}")
-        held = self._objects.held_objects(self._container, manifest.objects)
+        held = self._objects.held_objects(self._container, [records[one.name] for one in self._wanted])
         wanted = [one for one in self._wanted if one.name not in held]
         buffers = self._objects.pool.acquire_many([records[one.name].nbytes for one in wanted])
+        container, fetched = (
+            self._container.path,
+            self._objects.fetched_folder(self._container, self._reader),
+        )
         wants = []
         for one, buffer in zip(wanted, buffers, strict=True):
             record = records[one.name]
             count = -(-record.nbytes // record.chunk_bytes)
-            chunks = tuple(sorted(set(one.chunks))) or tuple(range(count))
-            whole = len(chunks) == count
-            folder = (
-                self._container.path if whole else self._objects.fetched_folder(self._container, self._reader)
-            )
-            _refuse_link(os.path.dirname(folder))
-            _refuse_link(folder)
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+            chunks = tuple(sorted(set(one.chunks))) if one.chunks else tuple(range(count))
+            folder = container if len(chunks) == count else fetched
             name = CheckpointObjectId.parse(one.name).name
             self._parts.append(_Part(record, buffer, f"{folder}/{name}"))
             wants.append(Want(one.name, record.nbytes, record.chunk_bytes, chunks, one.sources))
+        for folder in {os.path.dirname(part.path) for part in self._parts}:
+            _refuse_link(os.path.dirname(folder))
+            _refuse_link(folder)
+            os.makedirs(folder, mode=0o700, exist_ok=True)
         return self._transfer(wants)
 
     def _fetch_objects(self, transfer: Transfer | None) -> None:
@@ -199,17 +209,19 @@ class Acquisition:
     def asks(self, now_s: float) -> list[Ask]:
         return self.transfer.requests(now_s) if self.transfer is not None and not self.ended else []
 
-    def arrived(self, data: Data, copy_into: Callable[[Bytes], None]) -> bool:
+    def arrived(self, data: Data, payload: Payload) -> bool:
         """Take a frame that belongs to this acquisition; False if it does not, or comes too late."""
         transfer = self.transfer
         landing = transfer.arrived(data.request, data.begin, data.end) if transfer is not None else None
         if transfer is None or landing is None:
             return False
-        target = self._bytes_of(landing.want)[landing.begin : landing.end]
         try:
-            copy_into(target)
+            self._put(landing, payload)
         except ProtocolError as error:  # sealed under another key, or changed on its way
             transfer.refused(data.request, error.code)
+            return True
+        except OSError as failure:
+            self._end(_refusal(failure))
             return True
         self.nbytes += landing.end - landing.begin
         chunk = transfer.landed(data.request)
@@ -240,11 +252,37 @@ class Acquisition:
     def _is_good(self, want: int, chunk: int) -> bool:
         if self.wants_manifest:
             return True  # it has a checksum of its own, over all of it
-        record = self._parts[want].record
-        return not mismatches(self._bytes_of(want), record.chunk_bytes, record.chunks, [chunk])
+        part = self._parts[want]
+        record = part.record
+        digest, end = part.digests.pop(chunk, (None, 0))
+        if digest is None or end != min((chunk + 1) * record.chunk_bytes, record.nbytes):
+            return not mismatches(part.buffer.data, record.chunk_bytes, record.chunks, [chunk])
+        return digest.digest() == record.chunks[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
 
-    def _bytes_of(self, want: int) -> Bytes:
-        return self._manifest_bytes if self._manifest_bytes is not None else self._parts[want].buffer.data
+    def _put(self, landing: Landing, payload: Payload) -> None:
+        """Bytes to their place; and their part of the checksum, while the CPU's cache has them."""
+        begin, end = landing.begin, landing.end
+        if self._manifest_bytes is not None:
+            payload.copy_into(self._manifest_bytes[begin:end])
+            return
+        part = self._parts[landing.want]
+        chunk = begin // part.record.chunk_bytes
+        digest, upto = part.digests.pop(chunk, (None, 0))
+        if part.buffer.recycled:
+            target = part.buffer.data[begin:end]
+            payload.copy_into(target)
+            data = target.data
+        else:
+            # Nobody has touched the pages of a new buffer: through its mapping each would cost a fault, and
+            # together twice what it costs to write them.
+            data = payload.opened()
+            _write(part.buffer.fd, data, begin)
+        if begin == chunk * part.record.chunk_bytes:
+            part.digests[chunk] = xxhash.xxh3_64(data), end
+        elif digest is not None and upto == begin:
+            digest.update(data)
+            part.digests[chunk] = digest, end
+        # Else frames came in another order: the chunk is read again when it is whole.
 
     def _link(self, part: _Part) -> None:
         try:
@@ -283,6 +321,13 @@ class Acquisition:
             timeout_s=self._timeout_s,
             version=str(self.key),
         )
+
+
+def _write(fd: int, data: memoryview, begin: int) -> None:
+    """All of ``data`` to its place in a file."""
+    while data:
+        written = os.pwrite(fd, data, begin)
+        data, begin = data[written:], begin + written
 
 
 def _refuse_link(folder: str) -> None:

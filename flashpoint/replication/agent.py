@@ -170,7 +170,7 @@ def run_agent(
     trace.name_process("agent")
     config = config or FlashpointConfig.from_env()
     _give_way()
-    _keep_freed_memory()
+    keep_freed_memory()
     _open_many_files()
     folder = AgentFolder(job_root)
     lock = folder.take_lock()
@@ -236,7 +236,7 @@ def _give_way() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Have malloc keep what frames are received into.
 
     libzmq allocates every frame it receives. By default glibc may map a large one anew and unmap it again, and each

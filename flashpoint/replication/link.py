@@ -12,29 +12,27 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import zmq
 
 from flashpoint.errors import ProtocolError
 from flashpoint.replication import limits
+from flashpoint.replication.events import Arrived, HelloRefused, LinkEvent, Lost, Opened, Replied
 from flashpoint.replication.handshake import Address, ClientHandshake, ClientState
 from flashpoint.replication.keys import JobKeys
 from flashpoint.replication.membership import Membership
 from flashpoint.replication.messages import (
     AGAIN,
-    Data,
     Fetch,
     Message,
     Refused,
-    Reply,
     Welcome,
     decode_bulk_reply,
     decode_reply,
     encode,
 )
-from flashpoint.replication.session import NO_SESSION, Payload
+from flashpoint.replication.session import NO_SESSION
 from flashpoint.telemetry import count
 
 Socket = zmq.Socket[bytes]
@@ -50,49 +48,6 @@ _EVENTS: Final = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_DISCONNECTED
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Replied:
-    """A peer answers a request; a refused `Fetch` too."""
-
-    index: int
-    message: Reply
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """Bytes that were asked for. They are judged when they are copied: `Payload.copy_into`."""
-
-    index: int
-    data: Data
-    payload: Payload
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """There is a session with a peer now."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A peer is out of reach, or its session is gone: what is not answered yet never will be."""
-
-    index: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class HelloRefused:
-    """A peer wants no session, for now; it is asked again."""
-
-    index: int
-    refused: Refused
-
-
-LinkEvent = Replied | Arrived | Opened | Lost | HelloRefused
 
 
 def receive(socket: Socket, frames_max: int) -> list[zmq.Frame] | None:

@@ -10,28 +10,35 @@ from __future__ import annotations
 import itertools
 import os
 import queue
-import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-import numpy as np
-
 import flashpoint
 from flashpoint import trace
-from flashpoint.checksums import Bytes
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import FlashpointError, ProtocolError, reason_of
-from flashpoint.manifest import MANIFEST_NAME, ObjectRecord
 from flashpoint.objects import CheckpointObjectManager
 from flashpoint.replication import limits, orders
 from flashpoint.replication.acquisition import Acquisition
 from flashpoint.replication.agent_folder import AgentFolder, Assignment
+from flashpoint.replication.copy_buffers import CopyBuffers
+from flashpoint.replication.events import (
+    Arrived,
+    FetchRequested,
+    HelloRefused,
+    Lost,
+    Moved,
+    Opened,
+    Ordered,
+    Replied,
+    Requested,
+)
 from flashpoint.replication.inventory import Inventory, Item, local_of
 from flashpoint.replication.keys import JobKeys, read_keys, write_keys
-from flashpoint.replication.messages import Data, Fetch, Key, Refused
+from flashpoint.replication.messages import Data, Fetch, Key, Refused, Span
 from flashpoint.replication.metrics import Standings, start_metrics
 from flashpoint.replication.replicator import (
     Acquire,
@@ -44,19 +51,9 @@ from flashpoint.replication.replicator import (
     Replicator,
     Say,
 )
+from flashpoint.replication.serving import Served
 from flashpoint.replication.transfer import Credit
-from flashpoint.replication.transport import (
-    Arrived,
-    FetchRequested,
-    HelloRefused,
-    Lost,
-    Moved,
-    Opened,
-    Ordered,
-    Replied,
-    Requested,
-    Transport,
-)
+from flashpoint.replication.transport import Transport
 from flashpoint.retention import Standing, Version
 from flashpoint.storage import claim
 from flashpoint.storage.drainer import Drainer
@@ -66,10 +63,6 @@ LOOK_S: Final = 0.5  # between two looks at the job root, when nobody tells of a
 TICK_S: Final = 0.1
 TICK_BUSY_S: Final = 0.02
 OPEN: Final = "open"
-_SERVED_MAX: Final = 4_096  # objects kept mapped for peers that fetch from them
-_SERVED_IDLE_S: Final = 2.0
-_UNMAPPED_MAX: Final = 32  # in one turn
-_SIZES_MAX: Final = 8  # versions whose copies' sizes are remembered
 _LOGGED_MAX: Final = 1_024  # things that were said once and are not said again
 
 
@@ -105,17 +98,15 @@ class ReplicationManager:
         self._by_request: dict[int, Acquisition] = {}
         self._numbers = itertools.count(1)
         self._credit = Credit()
-        self._served: OrderedDict[tuple[Key, str], tuple[Bytes, float]] = OrderedDict()
+        self._served = Served(self.objects, self._inventory, self._look)
         self._waiters: dict[Version, list[tuple[Any, int]]] = {}
-        self._sizes: deque[int] = deque(maxlen=_SIZES_MAX)
+        self._buffers = CopyBuffers(self.objects.pool, prefault=config.prefault)
         self._peers: dict[int, str] = {}
         self._logged: OrderedDict[tuple[Any, ...], None] = OrderedDict()
         self._connections: dict[int, Any] = {}  # on which each node last asked for something
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="flashpoint-agent")
-        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="flashpoint-agent-prefault")
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
-        self._over = threading.Event()
         self._is_busy = True
         self._linger_until_s = 0.0
         self._ends_now = False
@@ -185,7 +176,7 @@ class ReplicationManager:
         while not self._results.empty():
             self._results.get()()
         self._advance_acquisitions()
-        self._forget_served()
+        self._served.forget_idle()
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
             self._look()
@@ -216,15 +207,15 @@ class ReplicationManager:
     def stop(self) -> None:
         """End `run`; from any thread, or a signal's handler."""
         self._stopping = True
-        self._over.set()
+        self._buffers.stop()
         self._transport.wake()
 
     def close(self) -> None:
-        self._over.set()
+        self._buffers.stop()
         for acquisition in list(self._acquisitions):
             acquisition.cancel("closing", "the agent of this node ends")
-        for worker in (self._worker, self._preparer):
-            worker.shutdown(wait=True, cancel_futures=True)
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._buffers.close()
         if self._drainer is not None:
             self._drainer.close()
         if self._metrics is not None:
@@ -312,8 +303,7 @@ class ReplicationManager:
         now_s = time.monotonic()
         self._next_look_s = now_s + LOOK_S
         self._items = self._inventory.look()
-        for served in [served for served in self._served if served[0] not in self._items]:
-            del self._served[served]  # its lock would keep the buffer from being recycled
+        self._served.forget(lambda key: key not in self._items)
         if self._replicator is not None:
             me = self._replicator.membership.members[self._replicator.index]
             world_size = self._replicator.membership.world_size
@@ -352,8 +342,7 @@ class ReplicationManager:
         item = self._items.pop(key, None)
         if item is None:
             return
-        for served in [served for served in self._served if served[0] == key]:
-            del self._served[served]
+        self._served.forget(lambda served: served == key)
         try:
             container = self.objects.container(key.step)
             if self.objects.read_summary(container).digest == key.digest:
@@ -361,8 +350,7 @@ class ReplicationManager:
             assert self._replicator is not None
             ranks = self._replicator.membership.members[self._replicator.index].ranks
             self.objects.pool.drop_ranks_other_than(ranks)
-            if self._sizes and self._replicator.keep:
-                self.objects.pool.trim((self._replicator.keep + 2) * max(self._sizes))
+            self._buffers.trim(self._replicator.keep)
         except (OSError, FlashpointError) as error:
             logger.warning("%s could not be given up: %s", key, error)
         self._next_look_s = 0.0
@@ -408,9 +396,8 @@ class ReplicationManager:
                 del self._by_request[number]
             ended(error)
             if wanted and error is None:
-                self._sizes.append(self._copied_bytes(key))
-                if self.config.prefault:
-                    self._preparer.submit(self._prepare_buffers, key)
+                keep = self._replicator.keep if self._replicator is not None else 0
+                self._buffers.filled(self._copied_sizes(key), keep)
 
         acquisition = Acquisition(
             self.objects,
@@ -428,33 +415,13 @@ class ReplicationManager:
         self._work(acquisition.prepare)
         return acquisition
 
-    def _copied_bytes(self, key: Key) -> int:
-        """Of a version's objects in this node's pool of copies."""
-        item = self._inventory.get(key)
-        if item is None or self._replicator is None:
-            return 0
-        ranks = self._replicator.membership.members[self._replicator.index].ranks
-        return sum(
-            r.nbytes for name, r in item.records.items() if name in item.held and r.id.rank not in ranks
-        )
-
-    def _prepare_buffers(self, key: Key) -> None:
-        """Allocate and touch what the next versions' copies will need; in a thread that nobody waits for."""
+    def _copied_sizes(self, key: Key) -> list[int]:
+        """Of those objects of a version that lie in this node's pool of copies."""
         item, replicator = self._inventory.get(key), self._replicator
-        if item is None or replicator is None or not replicator.keep:
-            return
-        sizes = Counter(record.nbytes for record in self._copied(item))
-        versions = replicator.keep + 1
-        budget = versions * sum(nbytes * n for nbytes, n in sizes.items())
-        for nbytes, n in sizes.items():
-            self.objects.pool.reserve(nbytes, n * versions, budget_bytes=budget, stop=self._over)
-
-    def _copied(self, item: Item) -> list[ObjectRecord]:
-        """Objects of a version that lie in this node's pool of copies."""
-        if self._replicator is None:
+        if item is None or replicator is None:
             return []
-        ranks = self._replicator.membership.members[self._replicator.index].ranks
-        return [r for name, r in item.records.items() if name in item.held and r.id.rank not in ranks]
+        own = frozenset(item.own(replicator.membership.members[replicator.index].ranks))
+        return [r.nbytes for name, r in item.records.items() if name in item.held and name not in own]
 
     def _work(self, work: Callable[[], Callable[[], None]]) -> None:
         """Run in the worker thread; what it returns is called in the loop."""
@@ -492,16 +459,22 @@ class ReplicationManager:
             self._transport.greet(index)
 
     def _ask(self, acquisition: Acquisition, now_s: float) -> None:
-        for ask in acquisition.asks(now_s):
-            self._by_request[ask.request] = acquisition
-            name = acquisition.name_of(ask.want)
-            self._transport.fetch(ask.source, Fetch(ask.request, acquisition.key, name, ask.begin, ask.end))
+        spans: dict[int, list[Span]] = {}
+        for request, source, want, begin, end in acquisition.asks(now_s):
+            self._by_request[request] = acquisition
+            spans.setdefault(source, []).append(Span(request, acquisition.name_of(want), begin, end))
+        for source, asked in spans.items():
+            for first in range(0, len(asked), limits.FRAMES_QUEUED_MAX):
+                some = tuple(asked[first : first + limits.FRAMES_QUEUED_MAX])
+                self._transport.fetch(source, Fetch(acquisition.key, some))
 
     def _on_arrived(self, event: Arrived) -> None:
         acquisition = self._by_request.pop(event.data.request, None)
         if acquisition is not None and not acquisition.ended:
-            acquisition.arrived(event.data, event.payload.copy_into)
-            self._ask(acquisition, time.monotonic())  # at once: the credit is what keeps the link busy
+            acquisition.arrived(event.data, event.payload)
+            # Soon, since the credit is what keeps the link busy; but one message asks for many frames.
+            if self._credit.is_low(event.index):
+                self._ask(acquisition, time.monotonic())
 
     def _on_fetch_refused(self, refused: Refused) -> None:
         acquisition = self._by_request.pop(refused.request, None)
@@ -511,53 +484,22 @@ class ReplicationManager:
     # ---- serving ----------------------------------------------------------------------------------
 
     def _serve(self, event: FetchRequested) -> None:
-        fetch = event.fetch
-        try:
-            data = self._bytes_of(fetch.key, fetch.name)
-            if not 0 <= fetch.begin < fetch.end <= len(data) or fetch.end - fetch.begin > limits.FRAME_BYTES:
-                raise ProtocolError("bad-range", f"{fetch.name} has {len(data)} bytes")
-        except (FlashpointError, OSError) as error:
-            code = error.code if isinstance(error, ProtocolError) else "no-object"
-            if code == "bad-range":  # all else may be asked for by an honest node that comes too late
-                text = f"refused a fetch by {self._name_of(event.index)}: {code}: {reason_of(error)}"
-                self._log_once(("fetch", event.index, code), text)
-            reason = reason_of(error)[: limits.REASON_CHARS_MAX]
-            self._transport.reply(event.connection, Refused("fetch", code, reason, fetch.key, fetch.request))
-            return
-        header = Data(fetch.request, fetch.begin, fetch.end)
-        self._transport.send_data(event.connection, header, data[fetch.begin : fetch.end].data)
-
-    def _forget_served(self) -> None:
-        """Unmap what nobody has asked for in a while; a few at a time, since each takes its time."""
-        until_s = time.monotonic() - _SERVED_IDLE_S
-        for _ in range(_UNMAPPED_MAX):
-            if not self._served or next(iter(self._served.values()))[1] > until_s:
-                return
-            self._served.popitem(last=False)
-
-    def _bytes_of(self, key: Key, name: str) -> Bytes:
-        """A whole object (or the manifest) of this very version, mapped under a shared lock."""
-        now_s = time.monotonic()
-        found = self._served.pop((key, name), None)
-        data = found[0] if found is not None else self._map(key, name)
-        self._served[key, name] = (data, now_s)
-        while len(self._served) > _SERVED_MAX:
-            self._served.popitem(last=False)
-        return data
-
-    def _map(self, key: Key, name: str) -> Bytes:
-        item = self._inventory.get(key)
-        if item is None:
-            self._look()
-            item = self._inventory.get(key)
-        if item is None:
-            raise ProtocolError("no-version", f"this node does not hold {key}")
-        container = self.objects.container(key.step)
-        if name == MANIFEST_NAME:
-            return np.frombuffer(self.objects.manifest_bytes(container), dtype=np.uint8)
-        if name not in item.records:
-            raise ProtocolError("no-object", f"{key} has no object {name}")
-        return self.objects.map_object(container, item.records[name]).data
+        key = event.fetch.key
+        for span in event.fetch.spans:
+            request, name, begin, end = span.request, span.name, span.begin, span.end
+            try:
+                data = self._served.bytes_of(key, name)
+                if not 0 <= begin < end <= len(data) or end - begin > limits.FRAME_BYTES:
+                    raise ProtocolError("bad-range", f"{name} has {len(data)} bytes")
+            except (FlashpointError, OSError) as error:
+                code = error.code if isinstance(error, ProtocolError) else "no-object"
+                if code == "bad-range":  # all else may be asked for by an honest node that comes too late
+                    text = f"refused a fetch by {self._name_of(event.index)}: {code}: {reason_of(error)}"
+                    self._log_once(("fetch", event.index, code), text)
+                reason = reason_of(error)[: limits.REASON_CHARS_MAX]
+                self._transport.reply(event.connection, Refused("fetch", code, reason, key, request))
+                continue
+            self._transport.send_data(event.connection, Data(request, begin, end), data[begin:end].data)
 
     # ---- orders -----------------------------------------------------------------------------------
 

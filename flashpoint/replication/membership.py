@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from flashpoint.errors import ProtocolError
 from flashpoint.manifest import ObjectRecord
 from flashpoint.replication import limits
 from flashpoint.replication.messages import Count, Host, Index, Job, Node, Port
@@ -93,19 +92,3 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def _node_of_rank(self) -> dict[int, int]:
         return {rank: member.index for member in self.members for rank in member.ranks}
-
-
-def decode_membership(data: bytes) -> Membership:
-    """Raises `ProtocolError` for anything else."""
-    try:
-        return msgspec.json.decode(data, type=Membership)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError("malformed", f"this is no membership: {error}") from None
-
-
-def encode_membership(membership: Membership) -> bytes:
-    return msgspec.json.encode(membership)
-
-
-def replaced(membership: Membership, **changes: Any) -> Membership:
-    return msgspec.structs.replace(membership, **changes)

@@ -116,14 +116,20 @@ class Farewell(Message, frozen=True, tag="farewell"):
     """My job is done and so am I: I need nothing of you any more, and go when you have said the same."""
 
 
-class Fetch(Message, frozen=True, tag="fetch"):
-    """Bytes ``begin`` to ``end`` of an object, at most a frame's; over the bulk connection."""
+class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Bytes ``begin`` to ``end`` of an object, at most a frame's; ``request`` is the number of the answer."""
 
     request: Count
-    key: Key
     name: ObjectName
     begin: Count
     end: Count
+
+
+class Fetch(Message, frozen=True, tag="fetch"):
+    """Spans of a version's objects, over the bulk connection. Each is answered, or refused, for itself."""
+
+    key: Key
+    spans: Annotated[tuple[Span, ...], Meta(min_length=1, max_length=limits.FRAMES_QUEUED_MAX)]
 
 
 # ---- replies -------------------------------------------------------------------------------------
@@ -183,7 +189,7 @@ class Heard(Message, frozen=True, tag="heard"):
 
 
 class Data(Message, frozen=True, tag="data"):
-    """What a `Fetch` gets: this header, then the bytes in a frame of their own."""
+    """What a `Span` gets: this header, then the bytes in a frame of their own."""
 
     request: Count
     begin: Count
@@ -197,7 +203,7 @@ class Refused(Message, frozen=True, tag="refused"):
         about: tag of the request.
         code: one of `CODES`.
         key: the version it was about, or None.
-        request: of a `Fetch`.
+        request: of a `Span`.
     """
 
     about: Annotated[str, Meta(max_length=16)]

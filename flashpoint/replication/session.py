@@ -53,6 +53,18 @@ class Payload:
         else:
             np.copyto(target, np.frombuffer(self._frame, dtype=np.uint8))
 
+    def opened(self) -> memoryview:
+        """These bytes, wherever they lie.
+
+        Raises:
+            ProtocolError: they were changed on their way.
+        """
+        if self._opener is None:
+            return self._frame
+        target = np.empty(self.nbytes, dtype=np.uint8)
+        self._opener.open_into(self._nonce, self._header, self._frame, target)
+        return target.data
+
 
 class Session:
     """One side of a session.

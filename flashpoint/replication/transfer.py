@@ -13,31 +13,15 @@ is what is asked for at once: a chunk, or a piece of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from flashpoint.errors import ReplicationError
 from flashpoint.replication import limits
+from flashpoint.replication.chunks import Chunk, ChunkState, Progress, Request, Source, Want
 from flashpoint.replication.messages import AGAIN
 
 _CHUNK_BYTES_MIN: Final = 4096
-
-
-class Want(NamedTuple):
-    """An object to get, or some of its chunks.
-
-    Attributes:
-        chunk_bytes: size of its chunks, a power of two; the last may be shorter.
-        chunks: indexes of those that are wanted.
-        sources: nodes that hold it, best first.
-    """
-
-    name: str
-    nbytes: int
-    chunk_bytes: int
-    chunks: tuple[int, ...]
-    sources: tuple[int, ...]
 
 
 class Ask(NamedTuple):
@@ -77,6 +61,11 @@ class Credit:
         used, frames = self._in_flight.get(source, (0, 0))
         return used + nbytes <= self.nbytes and frames < self.frames
 
+    def is_low(self, source: int) -> bool:
+        """Whether a quarter of it has come back: time to ask for more, and for several frames at once."""
+        used, frames = self._in_flight.get(source, (0, 0))
+        return used <= self.nbytes * 3 // 4 and frames <= self.frames * 3 // 4
+
     def take(self, source: int, nbytes: int) -> None:
         used, frames = self._in_flight.get(source, (0, 0))
         self._in_flight[source] = (used + nbytes, frames + 1)
@@ -84,149 +73,6 @@ class Credit:
     def give_back(self, source: int, nbytes: int) -> None:
         used, frames = self._in_flight[source]
         self._in_flight[source] = (used - nbytes, frames - 1)
-
-
-class ChunkState(Enum):
-    """Of one chunk that is wanted."""
-
-    MISSING = "no source is asked for it"
-    ASKED = "a source is asked for it, or will be as credit allows"
-    LANDED = "all of its bytes are here"
-    VERIFIED = "and its checksum is right"
-
-
-# What moves a chunk. Whatever is not here changes nothing.
-TRANSITIONS: Final[Mapping[tuple[ChunkState, str], ChunkState]] = {
-    (ChunkState.MISSING, "given"): ChunkState.ASKED,
-    (ChunkState.ASKED, "landed"): ChunkState.LANDED,
-    (ChunkState.ASKED, "taken"): ChunkState.MISSING,  # unanswered, refused, or the source is lost
-    (ChunkState.LANDED, "good"): ChunkState.VERIFIED,
-    (ChunkState.LANDED, "bad"): ChunkState.MISSING,
-}
-
-
-class _Object:
-    """A want and how far it is."""
-
-    __slots__ = ("begun", "live", "number", "unverified", "used_up", "want")
-
-    def __init__(self, number: int, want: Want) -> None:
-        self.number = number
-        self.want = want
-        self.begun = 0  # of want.chunks; what comes after has not been given to any source yet
-        self.live: dict[int, _Chunk] = {}  # begun and not verified, by index
-        self.unverified = len(want.chunks)
-        self.used_up: dict[int, str] = {}  # source: why it cannot give this object
-
-    def span(self, index: int) -> tuple[int, int]:
-        begin = index * self.want.chunk_bytes
-        return begin, min(begin + self.want.chunk_bytes, self.want.nbytes)
-
-    @property
-    def is_begun(self) -> bool:
-        return self.begun == len(self.want.chunks)
-
-    @property
-    def next_nbytes(self) -> int:
-        begin, end = self.span(self.want.chunks[self.begun])
-        return min(end - begin, limits.FRAME_BYTES)
-
-    def begin_next(self) -> _Chunk:
-        index = self.want.chunks[self.begun]
-        self.begun += 1
-        chunk = self.live[index] = _Chunk(self, index)
-        return chunk
-
-
-class _Chunk:
-    """A chunk that is on its way.
-
-    Attributes:
-        source: that gives it; stays when it is taken away, since frames that are here are of use with it alone.
-        left: beginnings of the frames that are to be asked for.
-        pending: numbers of the requests that are not answered.
-        writing: how many answers the caller writes to their place now.
-        unlanded: frames that are not here.
-        failures: attempts that failed, by source.
-        failed_s: when the last one did; frames asked for before belong to the same attempt.
-    """
-
-    __slots__ = (
-        "begin", "end", "failed_s", "failures", "index", "left", "obj", "pending", "reasons", "source", "state",
-        "unlanded", "writing",
-    )  # fmt: skip
-
-    def __init__(self, obj: _Object, index: int) -> None:
-        self.obj = obj
-        self.index = index
-        self.begin, self.end = obj.span(index)
-        self.state = ChunkState.MISSING
-        self.source: _Source | None = None
-        self.pending: set[int] = set()
-        self.writing = 0
-        self.failures: dict[int, int] = {}
-        self.reasons: dict[int, str] = {}
-        self.failed_s = 0.0
-        self.begin_anew()
-
-    def begin_anew(self) -> None:
-        self.left = deque(range(self.begin, self.end, limits.FRAME_BYTES))
-        self.unlanded = len(self.left)
-
-    def move(self, event: str) -> bool:
-        """Whether the event moves this chunk."""
-        after = TRANSITIONS.get((self.state, event))
-        self.state = after or self.state
-        return after is not None
-
-
-class _Source:
-    """A node that holds objects.
-
-    Attributes:
-        ready_s: not to be asked before.
-        todo: chunks given to it of which frames are to be asked for; those given to another meanwhile too.
-        in_flight: requests of this transfer that are not answered.
-        asked: (when, request), oldest first; those answered meanwhile too.
-        heard_s: when it last answered anything, and ``heard_of``: the newest request that it answered.
-        first: objects of which it is the best source, and ``others``: those it has as well.
-        chunks: those given to it and not all here.
-    """
-
-    __slots__ = (
-        "asked",
-        "chunks",
-        "first",
-        "heard_of",
-        "heard_s",
-        "in_flight",
-        "index",
-        "is_up",
-        "others",
-        "ready_s",
-        "todo",
-    )
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.in_flight = 0
-        self.is_up = True
-        self.ready_s = 0.0
-        self.asked: deque[tuple[float, int]] = deque()
-        self.heard_s = 0.0
-        self.heard_of = 0
-        self.todo: deque[_Chunk] = deque()
-        self.first: deque[_Object] = deque()
-        self.others: deque[_Object] = deque()
-        self.chunks: dict[_Chunk, None] = {}
-
-
-class _Request(NamedTuple):
-    chunk: _Chunk
-    source: _Source
-    begin: int
-    end: int
-    asked_s: float
 
 
 class Transfer:
@@ -274,19 +120,19 @@ class Transfer:
         self._version = version
         self._now_s = 0.0
         self._progress_s: float | None = None  # when the last chunk was verified
-        self._objects = [_Object(number, want) for number, want in enumerate(wants)]
+        self._objects = [Progress(number, want) for number, want in enumerate(wants)]
         self._unfinished = 0
         self._finished: list[int] = []
-        self._sources: dict[int, _Source] = {}
-        self._open: dict[_Source, None] = {}  # those that may have something to be asked for, and credit
-        self._requests: dict[int, _Request] = {}
-        self._writing: dict[int, _Request] = {}
-        self._stranded: list[_Chunk] = []  # none of their sources is up
+        self._sources: dict[int, Source] = {}
+        self._open: dict[Source, None] = {}  # those that may have something to be asked for, and credit
+        self._requests: dict[int, Request] = {}
+        self._writing: dict[int, Request] = {}
+        self._stranded: list[Chunk] = []  # none of their sources is up
         self._closed = False
         for obj in self._objects:
             self._add(obj)
 
-    def _add(self, obj: _Object) -> None:
+    def _add(self, obj: Progress) -> None:
         want = obj.want
         count = -(-want.nbytes // max(want.chunk_bytes, 1))
         if want.chunk_bytes < _CHUNK_BYTES_MIN or want.chunk_bytes & (want.chunk_bytes - 1):
@@ -298,7 +144,7 @@ class Transfer:
             return
         self._unfinished += 1
         for place, index in enumerate(dict.fromkeys(want.sources)):
-            source = self._sources.setdefault(index, _Source(index))
+            source = self._sources.setdefault(index, Source(index))
             self._open[source] = None
             (source.others if place else source.first).append(obj)
         if not want.sources and self.failed is None:
@@ -324,7 +170,7 @@ class Transfer:
                     del self._open[source]
         return asks
 
-    def _ask(self, source: _Source, objects: deque[_Object], asks: list[Ask]) -> None:
+    def _ask(self, source: Source, objects: deque[Progress], asks: list[Ask]) -> None:
         index, credit = source.index, self._credit
         while True:
             while source.todo and (source.todo[0].source is not source or not source.todo[0].left):
@@ -345,7 +191,7 @@ class Transfer:
             chunk.left.popleft()
             number = next(self._numbers)
             chunk.pending.add(number)
-            self._requests[number] = _Request(chunk, source, begin, end, self._now_s)
+            self._requests[number] = Request(chunk, source, begin, end, self._now_s)
             source.asked.append((self._now_s, number))
             asks.append(Ask(number, index, chunk.obj.number, begin, end))
 
@@ -465,7 +311,7 @@ class Transfer:
         if is_going_on and now_s - self._progress_s >= self._timeout_s:
             self._fail_late()
 
-    def _expire_at(self, source: _Source, now_s: float) -> None:
+    def _expire_at(self, source: Source, now_s: float) -> None:
         # A source answers in turn. Over a slow line the last of what is asked comes late, but it comes: what
         # has expired is what the source has passed over, or all, if it has been silent for as long.
         is_silent = now_s - source.heard_s >= limits.REQUEST_TIMEOUT_S
@@ -508,7 +354,7 @@ class Transfer:
         if self._progress_s is None:
             self._progress_s = now_s
 
-    def _settle(self, request: int, asked: _Request) -> None:
+    def _settle(self, request: int, asked: Request) -> None:
         """A request is answered, or will not be waited for."""
         del self._requests[request]
         asked.chunk.pending.discard(request)
@@ -516,17 +362,17 @@ class Transfer:
         self._open[asked.source] = None
         self._credit.give_back(asked.source.index, asked.end - asked.begin)
 
-    def _hear(self, request: int, source: _Source) -> None:
+    def _hear(self, request: int, source: Source) -> None:
         source.heard_s = self._now_s
         source.heard_of = max(source.heard_of, request)
 
-    def _cancel(self, chunk: _Chunk) -> None:
+    def _cancel(self, chunk: Chunk) -> None:
         for request in sorted(chunk.pending):
             asked = self._requests[request]
             self._settle(request, asked)
             chunk.left.append(asked.begin)
 
-    def _try_again(self, asked: _Request, reason: str) -> None:
+    def _try_again(self, asked: Request, reason: str) -> None:
         """A frame did not come, or not whole."""
         chunk = asked.chunk
         chunk.left.append(asked.begin)
@@ -534,17 +380,17 @@ class Transfer:
             self._count_failure(chunk, asked.source.index, reason)
         self._take(chunk)
 
-    def _count_failure(self, chunk: _Chunk, source: int, reason: str) -> None:
+    def _count_failure(self, chunk: Chunk, source: int, reason: str) -> None:
         chunk.failures[source] = chunk.failures.get(source, 0) + 1
         chunk.reasons[source] = reason
         chunk.failed_s = self._now_s
 
-    def _take(self, chunk: _Chunk) -> None:
+    def _take(self, chunk: Chunk) -> None:
         """Take a chunk from its source, and give it to the best one, which may be the same."""
         if chunk.move("taken"):
             self._place(chunk)
 
-    def _place(self, chunk: _Chunk) -> None:
+    def _place(self, chunk: Chunk) -> None:
         """Give a chunk that is missing to the best source there is now."""
         if self.failed is not None or self._closed:
             return
@@ -570,19 +416,19 @@ class Transfer:
             chunk.begin_anew()
         self._give(chunk, best)
 
-    def _go_on(self, chunk: _Chunk) -> None:
+    def _go_on(self, chunk: Chunk) -> None:
         """Go on with a chunk that changes its source, when the last bytes of the old one are written."""
         if chunk.source is None and not chunk.writing and chunk.state is ChunkState.MISSING:
             self._place(chunk)
 
-    def _give(self, chunk: _Chunk, source: _Source) -> None:
+    def _give(self, chunk: Chunk, source: Source) -> None:
         chunk.move("given")
         chunk.source = source
         source.chunks[chunk] = None
         source.todo.append(chunk)
         self._open[source] = None
 
-    def _sources_of(self, chunk: _Chunk) -> list[_Source]:
+    def _sources_of(self, chunk: Chunk) -> list[Source]:
         """Who may still be asked for a chunk, best first."""
         return [
             self._sources[index]
@@ -598,13 +444,13 @@ class Transfer:
 
     def _fail_late(self) -> None:
         obj = next(obj for obj in self._objects if obj.unverified)
-        chunk = next(iter(obj.live.values()), None) or _Chunk(obj, obj.want.chunks[obj.begun])
+        chunk = next(iter(obj.live.values()), None) or Chunk(obj, obj.want.chunks[obj.begun])
         self._fail(
             f"nothing came for {self._timeout_s:g} s, {self._unfinished} of {len(self._objects)} objects are "
             f"not whole, the first is {self._told_of(chunk)}"
         )
 
-    def _told_of(self, chunk: _Chunk) -> str:
+    def _told_of(self, chunk: Chunk) -> str:
         """Object, chunk, and what became of each source."""
         told = []
         for index in dict.fromkeys(chunk.obj.want.sources):

@@ -20,8 +20,6 @@ import secrets
 import socket as sockets
 import threading
 import time
-from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
 from typing import Final
 
 import zmq
@@ -29,6 +27,16 @@ from zmq.utils import z85
 
 from flashpoint.errors import ProtocolError, ReplicationError
 from flashpoint.replication import limits
+from flashpoint.replication.events import (
+    Connection,
+    Event,
+    FetchRequested,
+    HelloRefused,
+    Moved,
+    Ordered,
+    Requested,
+)
+from flashpoint.replication.guests import Guest, Guests
 from flashpoint.replication.handshake import (
     Address,
     answer_hello,
@@ -38,13 +46,7 @@ from flashpoint.replication.handshake import (
 )
 from flashpoint.replication.keys import JobKeys
 from flashpoint.replication.link import (
-    Arrived,
-    HelloRefused,
     Link,
-    LinkEvent,
-    Lost,
-    Opened,
-    Replied,
     Socket,
     endpoint_of,
     monitored,
@@ -60,33 +62,18 @@ from flashpoint.replication.messages import (
     Refused,
     Reply,
     Request,
-    Welcome,
     decode_fetch,
     decode_request,
     encode,
 )
 from flashpoint.replication.orders import ORDER_BYTES_MAX
-from flashpoint.replication.session import NO_SESSION, Session
+from flashpoint.replication.session import NO_SESSION
 from flashpoint.telemetry import count, logger
 
-__all__ = [
-    "Arrived",
-    "Connection",
-    "Event",
-    "FetchRequested",
-    "HelloRefused",
-    "Lost",
-    "Moved",
-    "Opened",
-    "Ordered",
-    "Replied",
-    "Requested",
-    "Transport",
-]
-
 _BATCH: Final = 64  # messages taken from one socket at a time, so that none starves another
-_FETCH_BYTES_MAX: Final = 4 << 10
+_FETCH_BYTES_MAX: Final = 8 << 10  # a span takes under 100
 _BACKLOG: Final = 1_024
+_MORE: Final = zmq.DONTWAIT | zmq.SNDMORE
 _SOCKETS_MAX: Final = 65_535  # of the context; libzmq's own 1,023 would be 170 links
 _LOGGED_MAX: Final = 1_024
 _PATH_BYTES_MAX: Final = 107  # of a Unix socket, unix(7)
@@ -94,64 +81,6 @@ _REBIND_S: Final = 5.0
 _ANYWHERE: Final = frozenset({"", "*", "0.0.0.0", "::"})
 _ZAP: Final = "inproc://zeromq.zap.01"  # rfc.zeromq.org/spec/27
 _HANDSHAKE_FAILURES: Final = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """Where an answer goes: on which socket, to whom, and, for bulk data, in which session."""
-
-    socket: str
-    identity: bytes
-    session: bytes = field(default=b"", repr=False)  # of use to a stranger, where nothing is sealed
-
-
-@dataclass(frozen=True, slots=True)
-class Requested:
-    """A peer that has said Hello asks for something."""
-
-    connection: Connection
-    index: int
-    message: Request
-
-
-@dataclass(frozen=True, slots=True)
-class FetchRequested:
-    """A peer asks for bytes."""
-
-    connection: Connection
-    index: int
-    fetch: Fetch
-
-
-@dataclass(frozen=True, slots=True)
-class Ordered:
-    """A trainer of this node wants something."""
-
-    connection: Connection
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """A peer listens elsewhere than was known; the link to it is made anew."""
-
-    index: int
-    host: str
-    port: int
-    bulk_port: int
-
-
-Event = Requested | FetchRequested | Ordered | Moved | LinkEvent
-
-
-class _Guest:
-    """A peer that has said Hello, and how it was welcomed."""
-
-    __slots__ = ("hello", "identity", "place", "session", "welcome")
-
-    def __init__(self, identity: bytes, place: str, hello: Hello, welcome: Welcome, session: Session) -> None:
-        self.identity, self.place = identity, place
-        self.hello, self.welcome, self.session = hello, welcome, session
 
 
 class Transport:
@@ -190,9 +119,7 @@ class Transport:
         self._addresses: dict[int, Address] = {}  # of peers that listen elsewhere than the membership says
         self._links: dict[int, Link] = {}
         self._owners: dict[Socket, Link] = {}
-        self._sessions: OrderedDict[bytes, _Guest] = OrderedDict()  # by session id, unused for longest first
-        self._guests: dict[bytes, _Guest] = {}  # by identity of the control connection
-        self._places: Counter[str] = Counter()  # addresses of guests
+        self._guests = Guests()
         self._events: list[Event] = []
         self._logged: set[tuple[str | int, str]] = set()
         self._local_path = ""
@@ -290,7 +217,7 @@ class Transport:
     def configure_keys(self, keys: JobKeys, *, encrypt: bool) -> None:
         """Be a node of another job from now on, on the same ports. Every session and link is dropped."""
         self._drop_links()
-        self._forget_sessions()
+        self._guests.clear()
         self._membership = None
         self._keys, self.encrypt = keys, encrypt
         self._stop_listening()
@@ -301,7 +228,7 @@ class Transport:
         now_s = time.monotonic()
         self._membership, self._me = membership, index
         self._addresses.clear()
-        self._forget_sessions()
+        self._guests.clear()
         self._logged.clear()
         for peer, link in list(self._links.items()):
             if peer < len(membership.members) and link.address == self._address(peer) and peer != index:
@@ -331,7 +258,7 @@ class Transport:
         """Answer a request; whether the peer is there to take it."""
         if connection.socket == "control":
             return self._send(self._control, connection.identity, encode(message))
-        guest = self._sessions.get(connection.session)
+        guest = self._guests.by_session.get(connection.session)
         if guest is None:
             return False
         return self._send(self._bulk, connection.identity, guest.session.pack(message))
@@ -339,20 +266,20 @@ class Transport:
     def send_data(self, connection: Connection, data: Data, payload: memoryview) -> bool:
         """Answer a `Fetch`; whether the peer is there to take it. The payload is not copied if it is not sealed:
         it must not change before the peer has all it wants."""
-        guest = self._sessions.get(connection.session)
+        guest = self._guests.by_session.get(connection.session)
         if guest is None:
             return False
         try:
             header, body = guest.session.pack_data(data, payload)
         except ProtocolError as used_up:
-            self._forget(guest)
+            self._guests.forget(guest)
             refused = NO_SESSION + encode(_refused("fetch", used_up))
             return self._send(self._bulk, connection.identity, refused)
         try:
-            self._bulk.send(connection.identity, zmq.DONTWAIT | zmq.SNDMORE)
+            self._bulk.send(connection.identity, _MORE)
         except zmq.ZMQError as error:
             return _not_sent(error)
-        self._bulk.send(header, zmq.DONTWAIT | zmq.SNDMORE)
+        self._bulk.send(header, _MORE)
         self._bulk.send(body, zmq.DONTWAIT, copy=False)
         return True
 
@@ -362,7 +289,7 @@ class Transport:
 
     def _send(self, router: Socket, identity: bytes, frame: bytes) -> bool:
         try:
-            router.send(identity, zmq.DONTWAIT | zmq.SNDMORE)
+            router.send(identity, _MORE)
             router.send(frame, zmq.DONTWAIT)
         except zmq.ZMQError as error:
             return _not_sent(error)
@@ -436,7 +363,7 @@ class Transport:
                 refused = refuse_protocol(version) if version is not None else _refused("", error)
                 self._refuse(identity, place, refused)
                 continue
-            guest = self._guests.get(identity)
+            guest = self._guests.by_identity.get(identity)
             if isinstance(request, Hello):
                 self._on_hello(identity, place, request, guest)
             elif guest is None:
@@ -444,7 +371,7 @@ class Transport:
                 refused = Refused(about, "no-session", "say Hello first", getattr(request, "key", None))
                 self._refuse(identity, place, refused)
             else:
-                self._sessions.move_to_end(guest.session.id)
+                self._guests.used(guest)
                 connection = Connection("control", identity, guest.session.id)
                 self._events.append(Requested(connection, guest.session.index, request))
 
@@ -461,7 +388,7 @@ class Transport:
             if frames is None:
                 return
             frame = frames[-1].buffer
-            guest = self._sessions.get(bytes(frame[: limits.SESSION_BYTES]))
+            guest = self._guests.by_session.get(bytes(frame[: limits.SESSION_BYTES]))
             refused: ProtocolError | None = None
             if guest is None:
                 refused = ProtocolError("no-session", "there is no such session")
@@ -474,7 +401,7 @@ class Transport:
                 except ProtocolError as error:
                     refused = error
                 else:
-                    self._sessions.move_to_end(session.id)
+                    self._guests.used(guest)
                     connection = Connection("bulk", frames[0].bytes, session.id)
                     self._events.append(FetchRequested(connection, session.index, fetch))
                     continue
@@ -486,7 +413,7 @@ class Transport:
 
     # ---- sessions ---------------------------------------------------------------------------------
 
-    def _on_hello(self, identity: bytes, place: str, hello: Hello, guest: _Guest | None) -> None:
+    def _on_hello(self, identity: bytes, place: str, hello: Hello, guest: Guest | None) -> None:
         if guest is not None and guest.hello == hello:  # said again: the answer was lost, or is under way
             self._send(self._control, identity, encode(guest.welcome))
             return
@@ -495,13 +422,9 @@ class Transport:
             self._refuse(identity, place, answer)
             return
         if guest is not None:
-            self._forget(guest)
+            self._guests.forget(guest)
         session = server_session(hello, answer, encrypt=self.encrypt)
-        guest = _Guest(identity, place, hello, answer, session)
-        self._sessions[session.id] = self._guests[identity] = guest
-        self._places[place] += 1
-        while len(self._sessions) > limits.SESSIONS_MAX:
-            self._forget(next(iter(self._sessions.values())))
+        self._guests.add(Guest(identity, place, hello, answer, session))
         self._send(self._control, identity, encode(answer))
         self._note_address(hello)
 
@@ -517,19 +440,6 @@ class Transport:
             link.lose(f"it moved to {said.host}:{said.port}", time.monotonic())
             self._drop_link(hello.index)
             self._link(hello.index)
-
-    def _forget(self, guest: _Guest) -> None:
-        del self._sessions[guest.session.id]
-        if self._guests.get(guest.identity) is guest:
-            del self._guests[guest.identity]
-        self._places[guest.place] -= 1
-        if not self._places[guest.place]:
-            del self._places[guest.place]
-
-    def _forget_sessions(self) -> None:
-        self._sessions.clear()
-        self._guests.clear()
-        self._places.clear()
 
     # ---- links ------------------------------------------------------------------------------------
 
@@ -602,7 +512,7 @@ class Transport:
             else:
                 # It is only frames of a session that count there. But a message may have parts without end, and
                 # libzmq keeps them all: so nobody gets in of whom no node has said Hello.
-                fine = domain == b"bulk" and place in self._places
+                fine = domain == b"bulk" and place in self._guests.places
                 why = f"no node has said Hello from {place}"
             if not fine:
                 count("connections_refused")

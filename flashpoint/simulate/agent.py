@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from flashpoint.replication import limits
+from flashpoint.replication.chunks import Want
 from flashpoint.replication.membership import Membership
 from flashpoint.replication.messages import Key, Reply, Request
 from flashpoint.replication.replicator import (
@@ -22,7 +23,7 @@ from flashpoint.replication.replicator import (
     Replicator,
     Say,
 )
-from flashpoint.replication.transfer import Credit, Transfer, Want
+from flashpoint.replication.transfer import Credit, Transfer
 from flashpoint.retention import Version
 from flashpoint.simulate.memory import Content, name_of, rank_of
 

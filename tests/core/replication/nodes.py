@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import xxhash
 import zmq
@@ -35,11 +36,12 @@ from flashpoint.replication.acquisition import Acquisition
 from flashpoint.replication.agent import EmbeddedAgent, run_agent
 from flashpoint.replication.agent_folder import AgentFolder, Assignment
 from flashpoint.replication.client import AgentClient
+from flashpoint.replication.events import FetchRequested
 from flashpoint.replication.keys import JobKeys, write_keys
 from flashpoint.replication.manager import ReplicationManager
-from flashpoint.replication.membership import Member, Membership, replaced
+from flashpoint.replication.membership import Member, Membership
 from flashpoint.replication.messages import Data, Hello, Key, Message, Refused, Reply, decode_reply, encode
-from flashpoint.replication.transport import FetchRequested, Transport
+from flashpoint.replication.transport import Transport
 from flashpoint.saver import MLFlashpointCheckpointSaver
 from tests.chaos import Chaos, Link
 from tests.conftest import SHARED_MEMORY
@@ -330,7 +332,7 @@ class Nodes:
         made = Membership(
             job=self.keys.job, epoch=self.epoch, copies=self.config.copies, members=tuple(members)
         )
-        return replaced(made, **changes) if changes else made
+        return msgspec.structs.replace(made, **changes)
 
     def configure(self, membership: Membership | None = None, only: Sequence[int] | None = None) -> None:
         membership = membership or self.membership()
@@ -581,10 +583,10 @@ class Impostor:
             for event in self.transport.poll(0.1):
                 self.events.append(event)
                 if isinstance(event, FetchRequested) and self.serve is not None:
-                    fetch = event.fetch
-                    data = self.serve(fetch.name, fetch.begin, fetch.end)
-                    header = Data(fetch.request, fetch.begin, fetch.begin + len(data))
-                    self.transport.send_data(event.connection, header, memoryview(data))
+                    for span in event.fetch.spans:
+                        data = self.serve(span.name, span.begin, span.end)
+                        header = Data(span.request, span.begin, span.begin + len(data))
+                        self.transport.send_data(event.connection, header, memoryview(data))
             while self._calls:
                 self._calls.pop(0)()
 

@@ -24,6 +24,7 @@ from flashpoint.replication.messages import (
     Key,
     Query,
     Refused,
+    Span,
     Welcome,
     decode_fetch,
     encode,
@@ -88,7 +89,7 @@ def test_without_encryption_nothing_is_sealed():
 
 
 def talk(mine: Session, theirs: Session):
-    fetch = Fetch(7, KEY, ".metadata", 0, 100)
+    fetch = Fetch(KEY, (Span(7, ".metadata", 0, 100),))
     frame = mine.pack(fetch)
     assert frame[: limits.SESSION_BYTES] == mine.id
     assert decode_fetch(theirs.unpack(memoryview(frame))) == fetch

@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
 
 from flashpoint.replication import orders
+from flashpoint.replication.messages import Fetch
 from tests.chaos import Chaos
 from tests.core.replication.nodes import (
     HOST,
@@ -94,6 +96,23 @@ def test_64_transfers_at_once_in_both_directions_finish() -> None:
         assert nodes.check() == 32 * 2 * 3  # two objects and a manifest on each node
         assert not any(node.manager._acquisitions for node in nodes)
         assert all(node.manager._credit.in_flight(peer) == 0 for node in nodes for peer in (0, 1))
+
+
+def test_one_message_asks_for_many_frames() -> None:
+    with Nodes(2, nbytes=48 * 64 * KIB).start() as nodes:  # 48 chunks, and so frames, of each node's object
+        fetches: list[int] = []
+        for node in nodes:
+            transport = node.manager._transport
+
+            def fetch(index: int, fetch: Fetch, say: Any = transport.fetch) -> None:
+                fetches.append(len(fetch.spans))
+                say(index, fetch)
+
+            transport.fetch = fetch  # type: ignore[method-assign]
+        nodes.save(1)
+        nodes.replicated(1)
+        nodes.check()
+    assert sum(fetches) >= 2 * 48 and len(fetches) <= 12, fetches
 
 
 def test_a_restarted_agent_is_used_again_and_needs_no_trainer_for_it() -> None:

@@ -15,9 +15,9 @@ import pytest
 from flashpoint.errors import ReplicationError
 from flashpoint.manifest import MANIFEST_NAME
 from flashpoint.replication import limits, orders
+from flashpoint.replication.events import Arrived, Lost, Replied
 from flashpoint.replication.keys import JobKeys
-from flashpoint.replication.messages import Fetch, Key, Offer, Query, Refused, Withdraw, encode
-from flashpoint.replication.transport import Arrived, Lost, Replied
+from flashpoint.replication.messages import Fetch, Key, Offer, Query, Refused, Span, Withdraw, encode
 from tests.chaos import Chaos
 from tests.core.replication.nodes import (
     HOST,
@@ -298,7 +298,7 @@ def test_a_recorded_handshake_opens_nothing_when_it_is_sent_again(caplog: pytest
                 for sent in one.sent
             ]
             assert {port for port, sent in recorded if len(sent) > 200} == {identity.port, identity.bulk_port}
-            sessions = set(nodes[0].manager._transport._sessions)
+            sessions = set(nodes[0].manager._transport._guests.by_session)
             same = unchanged(nodes)
             for port, sent in recorded:
                 with socket.create_connection((HOST, port)) as again:
@@ -314,7 +314,7 @@ def test_a_recorded_handshake_opens_nothing_when_it_is_sent_again(caplog: pytest
                     with open(nodes[0].path(1, name_of_rank(0)), "rb") as file:
                         assert file.read()[100_000:100_064] not in heard
             same()
-            assert set(nodes[0].manager._transport._sessions) == sessions
+            assert set(nodes[0].manager._transport._guests.by_session) == sessions
             assert len(logged(caplog, "does not speak CURVE")) == 1, logged(caplog)
             nodes.save(2)
             nodes.replicated(2)
@@ -365,7 +365,7 @@ def test_names_that_lead_elsewhere_are_refused(
         impostor.say(0, message)
         pair.until(lambda: refusals(impostor), "it is refused")
         assert refusals(impostor) == ["malformed"]
-    impostor.fetch(0, Fetch(1, key, name, 0, 100))
+    impostor.fetch(0, Fetch(key, (Span(1, name, 0, 100),)))
     pair.until(lambda: impostor.of(Lost), "the session is over")
     same()
     assert not impostor.of(Arrived)
@@ -400,11 +400,24 @@ def test_a_fetch_of_an_impossible_range_is_refused(
 ) -> None:
     same = unchanged(pair)
     for number in range(1, 4):
-        impostor.fetch(0, Fetch(number, pair[0].key(1), name_of_rank(0), begin, end))
+        impostor.fetch(0, Fetch(pair[0].key(1), (Span(number, name_of_rank(0), begin, end),)))
     pair.until(lambda: len(refusals(impostor)) == 3, "it is refused")
     assert set(refusals(impostor)) == {"bad-range"} and not impostor.of(Arrived)
     same()
     assert len(logged(caplog, "127.0.0.1", "bad-range")) == 1, logged(caplog)
+
+
+def test_spans_of_one_fetch_are_answered_or_refused_each_for_itself(pair: Nodes, impostor: Impostor) -> None:
+    mine, none = name_of_rank(0), "rank00000-7.safetensors"
+    spans = (Span(1, mine, 0, 10), Span(2, none, 0, 10), Span(3, mine, 5, 5), Span(4, MANIFEST_NAME, 1, 20))
+    impostor.fetch(0, Fetch(pair[0].key(1), spans))
+    pair.until(lambda: len(impostor.of(Arrived)) + len(refusals(impostor)) == 4, "each is answered")
+    assert [(e.data.request, e.data.begin, e.data.end) for e in impostor.of(Arrived)] == [
+        (1, 0, 10),
+        (4, 1, 20),
+    ]
+    refused = [e.message for e in impostor.of(Replied)]
+    assert [(m.request, m.code) for m in refused] == [(2, "no-object"), (3, "bad-range")]
 
 
 @pytest.mark.parametrize("how", ["garbled", "swapped", "other-step", "short", "random"])

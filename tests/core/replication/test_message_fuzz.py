@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from flashpoint.errors import ProtocolError
-from flashpoint.replication import messages, orders
+from flashpoint.replication import limits, messages, orders
 from flashpoint.replication.keys import JobKeys
 from flashpoint.replication.membership import Member, Membership
 from flashpoint.replication.messages import Key
@@ -36,7 +36,9 @@ MESSAGES = (
     messages.Met(KEY),
     messages.Retract(KEY),
     messages.Farewell(),
-    messages.Fetch(7, KEY, NAMES[0], 1 << 20, 2 << 20),
+    messages.Fetch(
+        KEY, (messages.Span(7, NAMES[0], 1 << 20, 2 << 20), messages.Span(8, NAMES[0], 2 << 20, 3 << 20))
+    ),
     messages.Welcome(1, 3, 0, "node-0", b"i" * 16, b"s" * 32),
     messages.Accepted(KEY),
     messages.Held(KEY),
@@ -149,6 +151,16 @@ def test_what_is_valid_is_decoded():
     for order in ORDERS:
         decode = orders.decode_answer if isinstance(order, orders.Answers) else orders.decode_order
         assert decode(orders.encode(order)) == order
+
+
+def test_a_fetch_asks_for_one_span_at_least_and_for_no_more_than_a_peer_queues():
+    span = messages.Span(7, NAMES[0], 0, 1)
+    for count in (1, limits.FRAMES_QUEUED_MAX):
+        fetch = messages.Fetch(KEY, (span,) * count)
+        assert messages.decode_fetch(messages.encode(fetch)) == fetch
+    for count in (0, limits.FRAMES_QUEUED_MAX + 1):
+        with pytest.raises(ProtocolError, match="malformed"):
+            messages.decode_fetch(messages.encode(messages.Fetch(KEY, (span,) * count)))
 
 
 def test_mutated_messages_are_survived():

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from flashpoint.errors import ReplicationError
 from flashpoint.replication import limits
-from flashpoint.replication.transfer import ChunkState, Credit, Transfer, Want
+from flashpoint.replication.chunks import ChunkState, Want
+from flashpoint.replication.transfer import Credit, Transfer
 
 KIB, MIB = 1 << 10, 1 << 20
 TIMEOUT_S = 60.0
@@ -112,6 +113,21 @@ def test_no_more_small_frames_are_asked_for_than_the_peer_queues():
     transfer = transfer_of(want_of(mib=1, chunk_mib=1 / 256))
     asks = transfer.requests(0)
     assert [ask.source for ask in asks].count(1) == limits.FRAMES_QUEUED_MAX
+
+
+def test_it_is_time_to_ask_for_more_when_a_quarter_of_bytes_and_frames_has_come_back():
+    credit = Credit(nbytes=8 * MIB, frames=8)
+    assert credit.is_low(1)
+    for nbytes, count in ((MIB, 8), (1024, 8)):
+        for _ in range(count):
+            credit.take(1, nbytes)
+        assert not credit.is_low(1) and credit.is_low(2)
+        credit.give_back(1, nbytes)
+        assert not credit.is_low(1)
+        credit.give_back(1, nbytes)
+        assert credit.is_low(1)
+        for _ in range(count - 2):
+            credit.give_back(1, nbytes)
 
 
 def test_each_object_comes_from_its_best_source():

@@ -15,6 +15,17 @@ import zmq
 
 from flashpoint.errors import FlashpointError, ProtocolError
 from flashpoint.replication import limits, link, orders, sealing, transport
+from flashpoint.replication.events import (
+    Arrived,
+    FetchRequested,
+    HelloRefused,
+    Lost,
+    Moved,
+    Opened,
+    Ordered,
+    Replied,
+    Requested,
+)
 from flashpoint.replication.handshake import session_id, session_keys
 from flashpoint.replication.keys import JobKeys
 from flashpoint.replication.membership import Member, Membership
@@ -30,6 +41,7 @@ from flashpoint.replication.messages import (
     Offer,
     Query,
     Refused,
+    Span,
     Welcome,
     decode_bulk_reply,
     decode_reply,
@@ -37,23 +49,16 @@ from flashpoint.replication.messages import (
 )
 from flashpoint.replication.sealing import Opener, Sealer
 from flashpoint.replication.session import NO_SESSION, Session
-from flashpoint.replication.transport import (
-    Arrived,
-    FetchRequested,
-    HelloRefused,
-    Lost,
-    Moved,
-    Opened,
-    Ordered,
-    Replied,
-    Requested,
-    Transport,
-)
+from flashpoint.replication.transport import Transport
 
 KEY = Key(3, 10, "0" * 32)
 HOST = "127.0.0.1"
 NAME = "rank00000-0.safetensors"
 SOURCE = np.random.default_rng(7).integers(0, 256, 4 << 20, dtype=np.uint8)
+
+
+def fetch_of(number, begin, end):
+    return Fetch(KEY, (Span(number, NAME, begin, end),))
 
 
 class Node:
@@ -67,9 +72,9 @@ class Node:
         for event in self.transport.poll(timeout_s):
             self.events.append(event)
             if isinstance(event, FetchRequested):
-                fetch = event.fetch
-                data = Data(fetch.request, fetch.begin, fetch.end)
-                self.transport.send_data(event.connection, data, SOURCE[fetch.begin : fetch.end].data)
+                for span in event.fetch.spans:
+                    data = Data(span.request, span.begin, span.end)
+                    self.transport.send_data(event.connection, data, SOURCE[span.begin : span.end].data)
             elif isinstance(event, Requested) and isinstance(event.message, Query):
                 self.transport.reply(event.connection, Holdings(event.message.key, (NAME,)))
 
@@ -216,7 +221,7 @@ def fetch_all(world, node, index, target, nbytes=limits.FRAME_BYTES):
     begins = list(range(0, len(target), nbytes))
     seen = len(node.of(Arrived))
     for number, begin in enumerate(begins):
-        node.transport.fetch(index, Fetch(number, KEY, NAME, begin, min(begin + nbytes, len(target))))
+        node.transport.fetch(index, fetch_of(number, begin, min(begin + nbytes, len(target))))
     world.until(lambda: len(node.of(Arrived)) - seen >= len(begins))
     for event in node.of(Arrived)[seen:]:
         event.payload.copy_into(target[event.data.begin : event.data.end])
@@ -248,7 +253,7 @@ def test_both_ways_at_once_among_three(world, encrypt):
     for index, node in enumerate(nodes):
         for peer in {0, 1, 2} - {index}:
             node.transport.say(peer, Met(KEY))
-            node.transport.fetch(peer, Fetch(peer, KEY, NAME, 10, 2000))
+            node.transport.fetch(peer, fetch_of(peer, 10, 2000))
     world.until(lambda: all(len(n.of(Arrived)) == len(n.of(Requested)) == 2 for n in nodes))
     target = np.zeros(1990, dtype=np.uint8)
     for node in nodes:
@@ -260,11 +265,13 @@ def test_both_ways_at_once_among_three(world, encrypt):
 def test_a_refused_fetch_is_told_to_whoever_asked(world):
     _, one, two = world.start(2)
     two.turn = lambda timeout_s=0.0: [
-        two.transport.reply(event.connection, Refused("fetch", "no-object", "none", KEY, event.fetch.request))
+        two.transport.reply(
+            event.connection, Refused("fetch", "no-object", "none", KEY, event.fetch.spans[0].request)
+        )
         for event in two.transport.poll(timeout_s)
         if isinstance(event, FetchRequested)
     ]
-    one.transport.fetch(1, Fetch(5, KEY, NAME, 0, 10))
+    one.transport.fetch(1, fetch_of(5, 0, 10))
     world.until(lambda: one.of(Replied))
     assert one.of(Replied) == [Replied(1, Refused("fetch", "no-object", "none", KEY, 5))]
 
@@ -286,7 +293,7 @@ def test_what_is_said_before_there_is_a_peer_is_said_when_there_is_one(world):
     membership = world.membership(one, two)
     one.transport.configure(membership, 0)
     one.transport.say(1, Query(KEY))
-    one.transport.fetch(1, Fetch(1, KEY, NAME, 0, 10))
+    one.transport.fetch(1, fetch_of(1, 0, 10))
     world.until(lambda: one.of(HelloRefused))
     assert one.of(HelloRefused)[0].refused.code == "behind"
     two.transport.configure(membership, 1)
@@ -300,7 +307,7 @@ def test_what_waits_is_bounded(world, monkeypatch):
     one.transport.configure(membership, 0)
     for number in range(100):
         one.transport.say(1, Query(Key(0, number, "0" * 32)))
-        one.transport.fetch(1, Fetch(number, KEY, NAME, 0, 10))
+        one.transport.fetch(1, fetch_of(number, 0, 10))
     two.transport.configure(membership, 1)
     world.until(lambda: len(one.of(Replied)) >= 10 and len(one.of(Arrived)) >= 10)
     world.turn_for(0.2)
@@ -312,7 +319,7 @@ def test_who_is_not_there_is_not_spoken_to(world):
     membership, one, two = world.start(2)
     one.transport.say(0, Query(KEY))
     one.transport.say(2, Query(KEY))
-    one.transport.fetch(-1, Fetch(1, KEY, NAME, 0, 10))
+    one.transport.fetch(-1, fetch_of(1, 0, 10))
     nowhere = msgspec.structs.replace(membership.members[1], host="", port=0)
     one.transport.configure(msgspec.structs.replace(membership, members=(membership.members[0], nowhere)), 0)
     one.transport.say(1, Query(KEY))
@@ -616,9 +623,9 @@ def test_sessions_are_bounded_and_the_one_unused_for_longest_goes(world, monkeyp
     for stranger in strangers:
         stranger.say(encode(stranger.hello(membership)))
         assert isinstance(decode_reply(stranger.hears(world)[0]), Welcome)
-    assert len(two.transport._sessions) == len(two.transport._guests) == 4
-    assert sum(two.transport._places.values()) == 4  # or strangers from there were let in for ever
-    one.transport.fetch(1, Fetch(1, KEY, NAME, 0, 10))
+    assert len(two.transport._guests.by_session) == len(two.transport._guests.by_identity) == 4
+    assert sum(two.transport._guests.places.values()) == 4  # or strangers from there were let in for ever
+    one.transport.fetch(1, fetch_of(1, 0, 10))
     world.until(lambda: one.of(Lost))
     assert "no-session" in one.of(Lost)[0].reason
     fetch_all(world, one, 1, np.zeros(10, dtype=np.uint8))  # it has said Hello again
@@ -630,7 +637,7 @@ def test_when_a_key_is_used_up_there_is_another_session(world, monkeypatch):
     monkeypatch.setattr(sealing, "MESSAGES_MAX", 5)
     target = np.zeros(10, dtype=np.uint8)
     for number in range(20):
-        one.transport.fetch(1, Fetch(number, KEY, NAME, 0, 10))
+        one.transport.fetch(1, fetch_of(number, 0, 10))
     world.until(lambda: len(one.of(Opened)) >= 2)
     monkeypatch.setattr(sealing, "MESSAGES_MAX", 100)
     fetch_all(world, one, 1, target)
@@ -734,7 +741,7 @@ def test_a_hello_said_again_gets_the_same_welcome(world, stranger_to):
     assert heard[0] == heard[1]
     stranger.say(encode(msgspec.structs.replace(hello, secret=b"d" * 32)))
     assert stranger.hears(world)[0] != heard[0]
-    assert len(one.transport._sessions) == len(one.transport._guests) == 1
+    assert len(one.transport._guests.by_session) == len(one.transport._guests.by_identity) == 1
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
@@ -744,7 +751,7 @@ def test_forged_sessions_get_nothing(world, stranger_to, caplog, encrypt):
     seen = len(two.events)
     stranger = stranger_to(two, JobKeys.generate())
     bulk = stranger.open_bulk()
-    fetch = Fetch(1, KEY, NAME, 0, 10)
+    fetch = fetch_of(1, 0, 10)
     known = one.transport._links[1]._handshake.session.id
     forgeries = [secrets.token_bytes(16) + encode(fetch), NO_SESSION + encode(fetch), known[:-1]]
     if encrypt:
@@ -769,7 +776,7 @@ def test_a_replayed_fetch_gets_what_only_the_session_can_open(world, stranger_to
     mine, theirs = session_keys(hello.secret, welcome.secret, welcome.session)
     assert welcome.session == session_id(hello.secret, welcome.secret)
     session = Session(welcome.session, 0, Sealer(mine), Opener(theirs))
-    frame = session.pack(Fetch(1, KEY, NAME, 0, 100))
+    frame = session.pack(fetch_of(1, 0, 100))
     replayed = []
     for _ in range(2):
         bulk = friend.open_bulk()
@@ -846,7 +853,7 @@ def test_garbage_from_a_server_does_no_harm(world):
     world.until(lambda: two.of(Requested))
     control = two.of(Requested)[0].connection
     bulk = two.of(FetchRequested)[0].connection
-    session = two.transport._sessions[bulk.session].session
+    session = two.transport._guests.by_session[bulk.session].session
     random = np.random.default_rng(3)
     for nbytes in [0, 1, 15, 16, 17, 28, 29, 44, 100, 4000] * 5:
         garbage = random.bytes(nbytes)
@@ -872,7 +879,7 @@ def test_a_peer_that_never_reads_does_not_hold_up_another(world, stranger_to):
     bulk = deaf.open_bulk(rcvhwm=1, rcvbuf=64 << 10)
     asked = 3 * limits.FRAMES_QUEUED_MAX
     for number in range(asked):
-        bulk.send(session.pack(Fetch(number, KEY, NAME, 0, limits.FRAME_BYTES)))
+        bulk.send(session.pack(fetch_of(number, 0, limits.FRAME_BYTES)))
     world.until(lambda: len(two.of(FetchRequested)) == asked)
     assert not two.transport.send_data(
         two.of(FetchRequested)[-1].connection, Data(0, 0, 10), SOURCE[:10].data
