@@ -92,6 +92,11 @@ def recover_packed(
     return Unpacked(_build(node, state), result, own)
 
 
+def unpack(state: Mapping[str, Any]) -> Any:
+    """The tree of a packed state that was filled."""
+    return _build(state["frame"][2], state)
+
+
 def _place() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

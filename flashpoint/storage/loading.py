@@ -34,7 +34,7 @@ from flashpoint.retention import Version, newest_first
 from flashpoint.retrieval import Need
 from flashpoint.storage.catalogue import Catalogue
 from flashpoint.storage.records import manifest_name
-from flashpoint.storage.store import Store, bounded, open_store
+from flashpoint.storage.store import Readable, Store, bounded, open_store
 from flashpoint.telemetry import count, logger
 from flashpoint.view import CheckpointView
 
@@ -45,7 +45,7 @@ _READERS: Final = 4  # requests at a time, of each rank
 class _StoredObjects:
     """A storage's manifests and objects; an object's bytes are there once they were read."""
 
-    def __init__(self, store: Store, config: FlashpointConfig) -> None:
+    def __init__(self, store: Readable, config: FlashpointConfig) -> None:
         self.config = config
         self.store = store
 
@@ -75,7 +75,7 @@ class StorageView(CheckpointView):
     """A drained version, opened by one rank. Its bytes are always verified."""
 
     def __init__(
-        self, store: Store, config: FlashpointConfig, container: CheckpointContainerId, *, rank: int
+        self, store: Readable, config: FlashpointConfig, container: CheckpointContainerId, *, rank: int
     ) -> None:
         super().__init__(_StoredObjects(store, config), container, rank=rank, verify=True)
         self._store = store

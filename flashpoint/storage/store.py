@@ -23,15 +23,26 @@ class Stored(NamedTuple):
     tag: str
 
 
-class Store(Protocol):
-    """Files below one URL. Names are relative, their parts joined by ``/``.
-
-    Every method raises `StorageError` when the storage refuses or fails; `read` raises `CheckpointNotFoundError`
-    where there is no such file.
-    """
+class Readable(Protocol):
+    """Named files that are read in ranges, wherever they are."""
 
     @property
     def url(self) -> str: ...
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        """A file's bytes from ``begin`` to ``end``.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file.
+            StorageError: it cannot be read.
+        """
+
+
+class Store(Readable, Protocol):
+    """Files below one URL. Names are relative, their parts joined by ``/``.
+
+    Every method raises `StorageError` when the storage refuses or fails.
+    """
 
     def folders(self, under: str = "") -> list[str]:
         """Names of the folders right below a folder; none where that is not there."""
@@ -41,9 +52,6 @@ class Store(Protocol):
 
     def head(self, name: str) -> Stored | None:
         """How a file stands; None where there is none."""
-
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """A file's bytes from ``begin`` to ``end``."""
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file whole, in place of another."""
