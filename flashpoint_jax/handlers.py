@@ -100,7 +100,7 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
         trailer_bytes = CRC_BYTES if self.ts_checksums else 0
         cache = self._plans.setdefault(container.item, PlanCache(trailer_bytes=trailer_bytes))
         plan, leaves = cache.plan(item, casts, Writers(rank, self._per_host))
-        if "tree" not in plan.remembered:
+        if "is_stock" not in plan.remembered:
             self._describe(plan, item, leaves, save_args)
         if plan.remembered["is_stock"]:
             if self.config.copies:
@@ -118,6 +118,9 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
     def _describe(self, plan: StatePlan, item: Any, leaves: Sequence[Any], save_args: Any) -> None:
         """Work out, once for each plan, what `_METADATA` says and which leaves are not ours."""
         others = [leaf for leaf, kind in zip(leaves, plan.kinds, strict=True) if not kind]
+        if not all(self.registry.has(type(leaf)) for leaf in others):
+            plan.remembered["is_stock"] = True
+            return  # Orbax says which leaf it is that nobody writes
         handlers = [self.registry.get(type(leaf)) for leaf in others]
         # A string has a file of its own. Anything else would be written to a database of Orbax's own, of which
         # a folder has one: then all of the item is written there.
