@@ -18,6 +18,7 @@ from flashpoint_jax.handlers import (
     registry,
 )
 from flashpoint_jax.recovery import RecoverResult, recover, wait_until_replicated
+from flashpoint_jax.status import status
 from flashpoint_jax.step_names import StepNameFormat
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "load",
     "recover",
     "registry",
+    "status",
     "wait_until_replicated",
 ]

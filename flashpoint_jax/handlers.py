@@ -32,12 +32,13 @@ from flashpoint.buffers import BufferObject
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import CheckpointNotFoundError, FlashpointError, ManifestError, MismatchError
 from flashpoint.gc_pause import gc_paused
+from flashpoint.located import ItemFolder
 from flashpoint.telemetry import count, warn_once
 from flashpoint.view import CheckpointView
 from flashpoint_jax.commit import SaveFuture, settle
-from flashpoint_jax.diagnosis import explained, is_ours, missing_objects
+from flashpoint_jax.diagnosis import explained, is_ours, missing_objects, require_objects
 from flashpoint_jax.direct import DirectRestore
-from flashpoint_jax.folder import ItemFolder, holds_blobs, is_local
+from flashpoint_jax.folder import holds_blobs, is_local
 from flashpoint_jax.leaves import BlobRegistry, OpenFolders, can_store
 from flashpoint_jax.plan import PlanCache, StatePlan, Writers
 from flashpoint_jax.session import folder_at, orbax_config, session_of
@@ -252,7 +253,13 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
         container = folder_at(directory)
         session = session_of(container.job_root, self.config, per_host=self._per_host)
 
-        with self.folders.open(str(directory), lambda: self._explaining(session.look_at, container)):
+        with self.folders.open(str(directory), lambda: self._explaining(session.look_at, container)) as view:
+            rank = multihost.process_index() if self._per_host else None
+            # Not as a file that is not found: of that Orbax would say that it knows no handler, and go on.
+            try:
+                require_objects(container.folder, view.manifest, rank)
+            except ManifestError as error:
+                raise ManifestError(f"{error}; restore another step") from None
             return super().metadata(directory)
 
 
