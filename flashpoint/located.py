@@ -18,15 +18,24 @@ from flashpoint.objects import CheckpointObjectManager
 
 _ITEM_METADATA: Final = "_METADATA"
 _STEP_METADATA: Final = "_CHECKPOINT_METADATA"
-_TEMPORARY: Final = ".orbax-checkpoint-tmp"
+TEMPORARY: Final = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax has not finished
 _SHOWN_MAX: Final = 10
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class ItemContainerId(CheckpointContainerId):
-    """A container that is an item of an Orbax checkpoint; ``folder`` is its absolute path."""
+class ItemFolder(CheckpointContainerId):
+    """A container that is an item of an Orbax checkpoint.
+
+    Attributes:
+        folder: its absolute path, temporary or final.
+    """
 
     folder: str = ""
+
+    @property
+    def item(self) -> str:
+        """The item's name, without what Orbax puts behind it while the folder is written."""
+        return final_name(os.path.basename(self.folder))
 
     @property
     def path(self) -> str:
@@ -37,6 +46,11 @@ class ItemContainerId(CheckpointContainerId):
 
     def __fspath__(self) -> str:
         return self.folder
+
+
+def final_name(name: str) -> str:
+    """The name that Orbax gives a folder when it is finished."""
+    return name.partition(TEMPORARY)[0]
 
 
 def container_at(path: str | os.PathLike[str]) -> CheckpointContainerId:
@@ -64,13 +78,13 @@ def container_at(path: str | os.PathLike[str]) -> CheckpointContainerId:
     return CheckpointContainerId.parse(path)
 
 
-def _item(folder: str) -> ItemContainerId:
+def _item(folder: str) -> ItemFolder:
     around, own = os.path.split(folder)
     above, step_folder = os.path.split(around)
-    if _TEMPORARY in own or _TEMPORARY in step_folder:
+    if TEMPORARY in own or TEMPORARY in step_folder:
         raise CheckpointNotFoundError(f"{folder} is unfinished: Orbax has not given it its name")
     in_step = _has(around, _STEP_METADATA) and above != "/"
-    container = ItemContainerId(above if in_step else around, 0, folder)
+    container = ItemFolder(above if in_step else around, 0, folder)
     objects = CheckpointObjectManager(container.job_root, create=False)
     # Only to learn its name: who opens it checks every byte.
     record = decode_record(objects.manifest_bytes(container).partition(b"\n")[0])

@@ -29,6 +29,7 @@ from flashpoint_jax.handlers import (
     registry,
 )
 from flashpoint_jax.recovery import RecoverResult, recover, wait_until_replicated
+from flashpoint_jax.status import status
 from flashpoint_jax.step_names import StepNameFormat
 
 __all__ = [
@@ -42,5 +43,6 @@ __all__ = [
     "load",
     "recover",
     "registry",
+    "status",
     "wait_until_replicated",
 ]

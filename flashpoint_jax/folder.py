@@ -12,42 +12,18 @@ import re
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final
 
-from flashpoint.ids import STEP_MAX, CheckpointContainerId
+from flashpoint.ids import STEP_MAX
+from flashpoint.located import TEMPORARY, ItemFolder, final_name
 from flashpoint.manifest import MANIFEST_NAME
 from flashpoint.markers import Marker
 from flashpoint.memory import file_system
 
-TEMPORARY: Final = ".orbax-checkpoint-tmp"
 SUMS_FILE: Final = ".sidecars"  # see `flashpoint_jax.sidecars`
 _OURS: Final = re.compile(r"\.sidecars|rank[0-9]{5}-[0-9]+\.safetensors|nodes-[0-9a-f]{32}\.ocdbt", re.ASCII)
 # `100`, `prefix_100`, `00000100`, and Flashpoint's own `step-100_ckpt`.
 _STEP: Final = re.compile(r"(?:step-(?P<own>[0-9]{1,19})_ckpt|(?:.+_)?(?P<step>[0-9]{1,19}))", re.ASCII)
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class ItemFolder(CheckpointContainerId):
-    """A container that is an Orbax item's folder.
-
-    Attributes:
-        folder: its absolute path, temporary or final.
-        item: its name without Orbax's suffix.
-    """
-
-    folder: str = ""
-    item: str = ""
-
-    @property
-    def path(self) -> str:
-        return self.folder
-
-    def __str__(self) -> str:
-        return self.folder
-
-    def __fspath__(self) -> str:
-        return self.folder
 
 
 def parse_folder(path: str | os.PathLike[str]) -> ItemFolder:
@@ -58,14 +34,13 @@ def parse_folder(path: str | os.PathLike[str]) -> ItemFolder:
     """
     folder = os.path.normpath(os.fspath(path))
     parent, own = os.path.split(folder)
-    item = _final(own)
     around, above = os.path.split(parent)
-    step = step_of(_final(above))
+    step = step_of(final_name(above))
     # Whatever its name: a folder that is still to be renamed is a checkpoint's, and no root.
     if (step is not None or TEMPORARY in above) and around != "/":
-        return ItemFolder(around, 0 if step is None else step, folder, item)
-    step = step_of(item)
-    return ItemFolder(parent, 0 if step is None else step, folder, item)
+        return ItemFolder(around, 0 if step is None else step, folder)
+    step = step_of(final_name(own))
+    return ItemFolder(parent, 0 if step is None else step, folder)
 
 
 def step_of(name: str) -> int | None:
@@ -75,11 +50,6 @@ def step_of(name: str) -> int | None:
         return None
     step = int(match["own"] or match["step"])
     return step if step <= STEP_MAX else None
-
-
-def _final(name: str) -> str:
-    """A name without what Orbax puts behind it while the folder is written."""
-    return name.partition(TEMPORARY)[0]
 
 
 def is_local(path: str) -> bool:
@@ -120,7 +90,7 @@ def write_files(folder: str, files: Mapping[str, bytes]) -> None:
 def unfinished_items(root: str) -> Iterator[ItemFolder]:
     """The items below a root that Orbax did not rename to their final names, with objects of ours in them."""
     for step in _folders(root):
-        if step_of(_final(os.path.basename(step))) is None and TEMPORARY not in os.path.basename(step):
+        if step_of(final_name(os.path.basename(step))) is None and TEMPORARY not in os.path.basename(step):
             continue
         for item in _folders(step):
             if TEMPORARY in f"{os.path.basename(step)}/{os.path.basename(item)}":

@@ -13,10 +13,11 @@ blob holds, such as strings, go the stock way beside it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -31,12 +32,13 @@ from flashpoint.buffers import BufferObject
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import CheckpointNotFoundError, FlashpointError, ManifestError, MismatchError
 from flashpoint.gc_pause import gc_paused
+from flashpoint.located import ItemFolder
 from flashpoint.telemetry import count, warn_once
 from flashpoint.view import CheckpointView
 from flashpoint_jax.commit import SaveFuture, settle
-from flashpoint_jax.diagnosis import explained, is_ours, missing_objects
+from flashpoint_jax.diagnosis import explained, is_ours, missing_objects, require_objects
 from flashpoint_jax.direct import DirectRestore
-from flashpoint_jax.folder import ItemFolder, holds_blobs, is_local
+from flashpoint_jax.folder import holds_blobs, is_local
 from flashpoint_jax.leaves import BlobRegistry, OpenFolders, can_store
 from flashpoint_jax.plan import PlanCache, StatePlan, Writers
 from flashpoint_jax.session import folder_at, orbax_config, session_of
@@ -99,7 +101,7 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
         trailer_bytes = CRC_BYTES if self.ts_checksums else 0
         cache = self._plans.setdefault(container.item, PlanCache(trailer_bytes=trailer_bytes))
         plan, leaves = cache.plan(item, casts, Writers(rank, self._per_host))
-        if "tree" not in plan.remembered:
+        if "is_stock" not in plan.remembered:
             self._describe(plan, item, leaves, save_args)
         if plan.remembered["is_stock"]:
             if self.config.copies:
@@ -117,6 +119,9 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
     def _describe(self, plan: StatePlan, item: Any, leaves: Sequence[Any], save_args: Any) -> None:
         """Work out, once for each plan, what `_METADATA` says and which leaves are not ours."""
         others = [leaf for leaf, kind in zip(leaves, plan.kinds, strict=True) if not kind]
+        if not all(self.registry.has(type(leaf)) for leaf in others):
+            plan.remembered["is_stock"] = True
+            return  # Orbax says which leaf it is that nobody writes
         handlers = [self.registry.get(type(leaf)) for leaf in others]
         # A string has a file of its own. Anything else would be written to a database of Orbax's own, of which
         # a folder has one: then all of the item is written there.
@@ -201,7 +206,7 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
 
     # ---- reading --------------------------------------------------------------------------------
 
-    @contextmanager
+    @contextlib.contextmanager
     def opened(self, directory: Any) -> Iterator[CheckpointView]:
         """Open a folder for a restore, verified on all processes."""
         container = folder_at(directory)
@@ -248,7 +253,13 @@ class PyTreeImpl(stock.BasePyTreeCheckpointHandler):
         container = folder_at(directory)
         session = session_of(container.job_root, self.config, per_host=self._per_host)
 
-        with self.folders.open(str(directory), lambda: self._explaining(session.look_at, container)):
+        with self.folders.open(str(directory), lambda: self._explaining(session.look_at, container)) as view:
+            rank = multihost.process_index() if self._per_host else None
+            # Not as a file that is not found: of that Orbax would say that it knows no handler, and go on.
+            try:
+                require_objects(container.folder, view.manifest, rank)
+            except ManifestError as error:
+                raise ManifestError(f"{error}; restore another step") from None
             return super().metadata(directory)
 
 
@@ -337,6 +348,17 @@ class FlashpointStandardHandler(_Settling, ocp.StandardCheckpointHandler):
             ts_checksums=ts_checksums,
         )
         self.typestr = ocp.StandardCheckpointHandler.typestr
+
+    def _validate_save_state(self, item: Any, save_args: Any = None) -> Any:
+        """The stock check of what is saved, which looks at each leaf's type: at one of each type is enough."""
+        leaves, treedef = jax.tree_util.tree_flatten(item)
+        samples = list({type(leaf): leaf for leaf in leaves}.values())
+        if save_args is None and samples and not jax.tree_util.treedef_is_leaf(treedef):
+            with contextlib.suppress(ValueError):
+                checked = super()._validate_save_state(samples)
+                if all(map(operator.is_, checked, samples)):
+                    return item
+        return super()._validate_save_state(item, save_args)  # converts leaves, or says which is wrong
 
 
 class FlashpointCheckpointHandler(FlashpointStandardHandler):

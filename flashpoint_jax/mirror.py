@@ -36,12 +36,13 @@ from flashpoint.errors import (
 )
 from flashpoint.job import open_job, raise_any
 from flashpoint.loader import MLFlashpointCheckpointLoader
+from flashpoint.located import ItemFolder
 from flashpoint.manifest import decode_summary
 from flashpoint.objects import CheckpointObjectManager, ManifestSummary
 from flashpoint.retention import NOTHING, Version
 from flashpoint.telemetry import count, logger, warn_once
 from flashpoint_jax.coordinator import default_coordinator
-from flashpoint_jax.folder import ItemFolder, write_files
+from flashpoint_jax.folder import write_files
 from flashpoint_jax.orbax_root import digest_of, final_items, final_of, final_steps, link_over
 
 MIRRORS_NAME: Final = ".flashpoint"

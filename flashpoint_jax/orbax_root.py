@@ -17,8 +17,9 @@ from typing import Final
 
 from flashpoint.errors import ManifestError
 from flashpoint.ids import CheckpointObjectId
+from flashpoint.located import TEMPORARY, ItemFolder, final_name
 from flashpoint.manifest import MANIFEST_NAME, decode_summary
-from flashpoint_jax.folder import TEMPORARY, ItemFolder, holds_blobs, step_of, write_files
+from flashpoint_jax.folder import holds_blobs, step_of, write_files
 
 STEP_FILE: Final = "_CHECKPOINT_METADATA"
 METRICS_FILE: Final = "metrics/metrics"  # by which Orbax ranks steps, with `best_fn`
@@ -39,15 +40,13 @@ def final_items(root: str, item: str) -> Iterator[ItemFolder]:
     """The finished versions of an item that Flashpoint wrote, oldest first."""
     for step, path in final_steps(root).items():
         if holds_blobs(f"{path}/{item}"):
-            yield ItemFolder(root, step, f"{path}/{item}", item)
+            yield ItemFolder(root, step, f"{path}/{item}")
 
 
 def final_of(container: ItemFolder) -> ItemFolder:
     """Where an item's folder will be when Orbax has renamed it and its step."""
-    step = os.path.basename(os.path.dirname(container.folder)).partition(TEMPORARY)[0]
-    return ItemFolder(
-        container.job_root, container.step, f"{container.job_root}/{step}/{container.item}", container.item
-    )
+    step = final_name(os.path.basename(os.path.dirname(container.folder)))
+    return ItemFolder(container.job_root, container.step, f"{container.job_root}/{step}/{container.item}")
 
 
 def is_of_step(container: ItemFolder) -> bool:

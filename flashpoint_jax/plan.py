@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ NUMPY_CODEC: Final = "numpy"  # an array that was a numpy array
 _shapes = attrgetter("shape")
 _dtypes = attrgetter("dtype")
 _shardings = attrgetter("sharding")
+_is_deleted = methodcaller("is_deleted")
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,17 @@ class Writers:
 
 
 class Source(NamedTuple):
-    """Where an entry's bytes come from: a leaf, and for a `jax.Array` which of its addressable shards."""
+    """Where an entry's bytes come from.
+
+    Attributes:
+        leaf: its number.
+        shard: of a `jax.Array`, which of its addressable shards; else None.
+        is_direct: whether the shard's own bytes are stored (no cast, no random key), and lie in the host's memory.
+    """
 
     leaf: int
     shard: int | None
+    is_direct: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,9 +141,10 @@ def plan_state(item: Any, casts: Sequence[Any], writers: Writers, *, trailer_byt
         if kind == JAX:
             info = _array_info(name, leaf, cast)
             arrays.append(info)
+            is_direct = _is_direct(info, leaf)
             for box, shard in stored_shards(info, writers):
                 entries.append(_entry(info, box, tree_path))
-                sources.append(Source(i, shard))
+                sources.append(Source(i, shard, is_direct))
         elif kind and (writers.rank == 0 or writers.per_host):
             # Every process has its own, and they ought to be equal; Orbax takes the first one's, and so do we.
             host = host_array(leaf, cast)
@@ -242,6 +251,13 @@ def _array_info(name: str, leaf: jax.Array, cast: Any) -> ArrayInfo:
     return ArrayInfo(name, leaf.shape, dtype, sharding.shard_shape(leaf.shape), sharding, impl)
 
 
+def _is_direct(info: ArrayInfo, leaf: jax.Array) -> bool:
+    """Whether an array is stored as it is, from the memory of the host."""
+    if info.key_impl or info.dtype != leaf.dtype.name:
+        return False
+    return all(device.platform == "cpu" for device in _addressable(info.sharding))
+
+
 def _entry(info: ArrayInfo, box: Box, path: tuple[str, ...]) -> Entry:
     if box.shape == info.shape:
         return Entry(info.name, info.dtype, box.shape, path=path)
@@ -262,9 +278,9 @@ def _key_name(key: Any) -> Any:
 
 
 def _traits_of(leaves: Sequence[Any], kinds: Sequence[str]) -> tuple[Any, ...]:
-    arrays = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == JAX]
-    hosts = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == NUMPY]
-    scalars = [np.asarray(leaf).dtype for leaf, kind in zip(leaves, kinds, strict=True) if kind == SCALAR]
+    arrays = _of_kind(JAX, leaves, kinds)
+    hosts = _of_kind(NUMPY, leaves, kinds)
+    scalars = [np.asarray(leaf).dtype for leaf in _of_kind(SCALAR, leaves, kinds)]
     try:
         return (
             list(map(type, leaves)),
@@ -277,6 +293,10 @@ def _traits_of(leaves: Sequence[Any], kinds: Sequence[str]) -> tuple[Any, ...]:
         )
     except AttributeError:  # a leaf has become another kind of thing
         return ()
+
+
+def _of_kind(wanted: str, leaves: Sequence[Any], kinds: Sequence[str]) -> list[Any]:
+    return [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == wanted]
 
 
 class PlanCache:
@@ -297,6 +317,6 @@ class PlanCache:
             len(leaves) == len(self._last.kinds) and self._last.match(leaves, treedef, casts)
         ):
             self._last = plan_state(item, casts, writers, trailer_bytes=self._trailer_bytes)
-        elif any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array)):
+        elif any(map(_is_deleted, _of_kind(JAX, leaves, self._last.kinds))):
             plan_state(item, casts, writers)  # says which
         return self._last, leaves

@@ -19,10 +19,10 @@ from etils import epath
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import CheckpointNotFoundError, ConfigError, FlashpointError, RecoveryError
 from flashpoint.ids import validate_job_root
+from flashpoint.located import ItemFolder
 from flashpoint.telemetry import Timings, count, logger
 from flashpoint.view import CheckpointView
 from flashpoint_jax.fallback import load_manager, load_path
-from flashpoint_jax.folder import ItemFolder
 from flashpoint_jax.handlers import FlashpointStandardHandler
 from flashpoint_jax.mirror import open_mirror
 from flashpoint_jax.session import orbax_config

@@ -24,6 +24,7 @@ from flashpoint.errors import CheckpointNotFoundError, ConfigError, FlashpointEr
 from flashpoint.ids import CheckpointContainerId, CheckpointObjectId
 from flashpoint.job import open_job
 from flashpoint.loader import MLFlashpointCheckpointLoader
+from flashpoint.located import ItemFolder
 from flashpoint.manifest import CommitRecord, decode_record
 from flashpoint.markers import is_live, marker_name
 from flashpoint.objects import CheckpointObjectManager
@@ -32,7 +33,7 @@ from flashpoint.telemetry import warn_once
 from flashpoint.view import CheckpointView
 from flashpoint_jax.coordinator import default_coordinator
 from flashpoint_jax.diagnosis import require_objects
-from flashpoint_jax.folder import ItemFolder, StepMarkers, parse_folder, unfinished_items, write_files
+from flashpoint_jax.folder import StepMarkers, parse_folder, unfinished_items, write_files
 from flashpoint_jax.mirror import Mirror, close_mirrors, mirror_of, open_mirror
 from flashpoint_jax.orbax_root import final_of, is_of_step
 from flashpoint_jax.plan import StatePlan

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -20,9 +20,10 @@ from flashpoint.gc_pause import gc_paused
 from flashpoint.layout import ObjectLayout
 from flashpoint_jax.plan import JAX, StatePlan, host_array, stored_array
 
-_VIEWS: Final = "numpy:"
-# Up to here numpy's own way of letting others run costs more than the copy (see `copy_into`).
-_SMALL_BYTES_MAX: Final = 1 << 20
+_PLACES: Final = "places:"
+# Up to here numpy's own way of letting others run costs more than threads that share the copies gain (`copy_into`).
+_SMALL_BYTES_MAX: Final = 128 << 10
+_THREADED_BYTES_MIN: Final = 16 << 20  # of larger ones: below, a copy is sooner done than a thread is started
 
 Array = np.ndarray[Any, Any]
 
@@ -31,7 +32,10 @@ def start_copies(plan: StatePlan, leaves: Sequence[Any]) -> list[Any]:
     """What to store, in the order of the layout's entries: arrays on their way to the host, or there already."""
     stored: dict[int, Any] = {}
     on_way = []
-    for leaf, shard in plan.sources:
+    for leaf, shard, is_direct in plan.sources:
+        if is_direct:
+            on_way.append(leaves[leaf].addressable_data(shard))
+            continue
         if leaf not in stored:
             cast = plan.casts[leaf] if plan.casts else None
             stored[leaf] = (
@@ -54,53 +58,73 @@ def stage_into(buffer: BufferObject, layout: ObjectLayout, sources: list[Any], *
     """Copy what `start_copies` gave to its place in the buffer; takes it from the list, piece by piece.
 
     Args:
-        threads: that share the large arrays, while this one copies the small.
+        threads: that share the copies, this one among them.
     """
-    views = views_of(buffer, layout)
-    with ThreadPoolExecutor(threads, thread_name_prefix="flashpoint-stage") as pool:
-        copies = []
-        for n, view in enumerate(views):
+    places = _places_in(buffer, layout)
+    turns = iter(range(len(places)))  # whoever is done with one array takes the next
+
+    def copy() -> None:
+        for n in turns:
             # Let go at once: on a CPU this is a view of the array, and what is viewed cannot be donated.
             source, sources[n] = sources[n], None
-            if threads > 1 and view.nbytes > _SMALL_BYTES_MAX:
-                copies.append(pool.submit(copy_into, view, np.asarray(source)))
-            else:
-                copy_into(view, np.asarray(source))
-        while copies:
-            copies.pop().result()
+            copy_into(places[n], np.asarray(source))
+
+    large_bytes = sum(place.array.nbytes for place in places if place.small is None)
+    if threads > 1 and large_bytes >= _THREADED_BYTES_MIN:
+        with ThreadPoolExecutor(threads - 1, thread_name_prefix="flashpoint-stage") as pool:
+            others = [pool.submit(copy) for _ in range(threads - 1)]
+            copy()
+            for other in others:
+                other.result()
+    else:
+        copy()
     sources.clear()
 
 
-def copy_into(target: Array, source: Array) -> None:
-    """``target[...] = source``, for arrays of one shape and dtype.
+class Place(NamedTuple):
+    """Where one entry lies in a buffer.
+
+    Attributes:
+        array: over its bytes.
+        small: the same bytes, of an entry that is copied without letting other threads run; else None.
+    """
+
+    array: Array
+    small: memoryview | None
+
+
+def copy_into(place: Place, source: Array) -> None:
+    """Copy an array of the place's shape and dtype to it.
 
     numpy lets other threads run during each copy, and then has to win its turn back from them: up to 5 ms, for
     microseconds' worth of bytes. So small ones are copied without a break.
     """
-    if source.nbytes <= _SMALL_BYTES_MAX and source.flags.c_contiguous and source.size:
-        target.reshape(-1).view(np.uint8).data[:] = source.reshape(-1).view(np.uint8).data
+    if place.small is not None and source.flags.c_contiguous:
+        place.small[:] = source.reshape(-1).view(np.uint8).data
     else:
-        np.copyto(target, source)
+        np.copyto(place.array, source)
 
 
-def views_of(buffer: BufferObject, layout: ObjectLayout) -> list[Array]:
-    """An array over each entry of the layout in this buffer; made once for each pair of the two."""
-    key = f"{_VIEWS}{layout.digest}"
-    views = buffer.views.get(key)
-    if views is None:
+def _places_in(buffer: BufferObject, layout: ObjectLayout) -> list[Place]:
+    """The place of each entry of the layout in this buffer; made once for each pair of the two."""
+    key = f"{_PLACES}{layout.digest}"
+    places = buffer.views.get(key)
+    if places is None:
         # A buffer sees few layouts in its life; those of a state that changed shape are not kept.
-        for stale in [other for other in buffer.views if other.startswith(_VIEWS)]:
+        for stale in [other for other in buffer.views if other.startswith(_PLACES)]:
             del buffer.views[stale]
-        views = buffer.views[key] = arrays_over(buffer.data, layout)
-    return list(views)
+        places = buffer.views[key] = places_in(buffer.data, layout)
+    return places
 
 
 @gc_paused()
-def arrays_over(data: Bytes, layout: ObjectLayout) -> list[Array]:
-    """An array over each entry of the layout in ``data``, sharing its memory."""
-    views = []
+def places_in(data: Bytes, layout: ObjectLayout) -> list[Place]:
+    """The place of each entry of the layout in ``data``, sharing its memory."""
+    places = []
     for entry, begin, end in zip(layout.entries, layout.begins, layout.ends, strict=True):
         dtype = dtype_of(entry.dtype).numpy
         assert dtype is not None  # JAX has none that numpy has not
-        views.append(data[begin:end].view(dtype).reshape(entry.shape))
-    return views
+        part = data[begin:end]
+        small = part.data if 0 < end - begin <= _SMALL_BYTES_MAX else None
+        places.append(Place(part.view(dtype).reshape(entry.shape), small))
+    return places

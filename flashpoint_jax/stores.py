@@ -14,6 +14,7 @@ import msgspec
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import CorruptObjectError, FlashpointError, reason_of
 from flashpoint.loader import Verdict
+from flashpoint.located import ItemFolder
 from flashpoint.peers import Needs
 from flashpoint.recovery import plan_reads
 from flashpoint.retention import Version
@@ -21,7 +22,7 @@ from flashpoint.retrieval import Need, needs_of_reads
 from flashpoint.telemetry import logger
 from flashpoint.view import CheckpointView
 from flashpoint_jax.coordinator import default_coordinator
-from flashpoint_jax.folder import ItemFolder, holds_blobs, write_files
+from flashpoint_jax.folder import holds_blobs, write_files
 from flashpoint_jax.leaves import target_of
 from flashpoint_jax.mirror import Mirror, mirror_of
 from flashpoint_jax.orbax_root import (
@@ -97,7 +98,7 @@ class MirroredVersions:
 
     def folders(self, step: int) -> dict[str, ItemFolder]:
         around = f"{self.root}/{self._names[step]}"
-        return {item: ItemFolder(self.root, step, f"{around}/{item}", item) for item in self.mirrors}
+        return {item: ItemFolder(self.root, step, f"{around}/{item}") for item in self.mirrors}
 
     def put(self, step: int, views: Mapping[str, CheckpointView]) -> None:
         """Have a final folder of the step on every node, with this node's objects."""
@@ -225,7 +226,7 @@ class LocalVersions:
 
     def folders(self, step: int) -> dict[str, ItemFolder]:
         around = final_steps(self.root)[step]
-        return {item: ItemFolder(self.root, step, f"{around}/{item}", item) for item in self._items}
+        return {item: ItemFolder(self.root, step, f"{around}/{item}") for item in self._items}
 
     def put(self, step: int, views: Mapping[str, CheckpointView]) -> None:
         """It is there already."""

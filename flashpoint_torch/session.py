@@ -44,6 +44,7 @@ from flashpoint.replication.orders import StorageReport
 from flashpoint.retention import NOTHING, Version
 from flashpoint.retrieval import Need
 from flashpoint.saver import MLFlashpointCheckpointSaver, PendingCheckpoint
+from flashpoint.status import VersionStatus, status_here, statuses_of
 from flashpoint.storage.loading import StorageLoader
 from flashpoint.telemetry import Timings, count, logger
 from flashpoint.view import CheckpointView
@@ -84,22 +85,6 @@ class RecoverResult:
     seconds: float
     nbytes: int
     timings: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class VersionStatus:
-    """How one version stands.
-
-    Attributes:
-        state: ``complete`` (on every node); ``replicated`` (its goal is met); ``unproven`` (it lies here, and
-            this start of the job does not know more).
-        holders: object name -> indexes of the nodes known to hold it.
-    """
-
-    step: int
-    epoch: int
-    state: str
-    holders: Mapping[str, tuple[int, ...]]
 
 
 def init(job_root: str | os.PathLike[str], **settings: Any) -> Flashpoint:
@@ -177,14 +162,9 @@ class Flashpoint:
             FlashpointError: the node's agent does not answer.
         """
         if self._replication is None:
-            return [
-                VersionStatus(version.step, version.epoch, "complete", self._held(version))
-                for version in self._objects.complete_versions()
-            ]
-        return [
-            VersionStatus(report.key.step, report.key.epoch, report.state, report.holders)
-            for report in self._replication.report().versions
-        ]
+            versions = self._objects.complete_versions()
+            return [status_here(self._objects, self._objects.container(version.step)) for version in versions]
+        return statuses_of(self._replication.report())
 
     def storage_status(self) -> StorageReport:
         """How draining to storage goes, on this node: the newest drained version it knows, and the last error.
@@ -196,12 +176,6 @@ class Flashpoint:
         if found is None:
             raise FlashpointError("this job drains to no storage: give init storage=...")
         return found
-
-    def _held(self, version: Version) -> dict[str, tuple[int, ...]]:
-        container = self._objects.container(version.step)
-        records = self._objects.read_summary(container).record.objects
-        held = self._objects.held_objects(container, records)
-        return {record.name: (0,) if record.name in held else () for record in records}
 
     def writer(self, *, overwrite: bool = False) -> FlashpointWriter:
         """A storage writer for ``dcp.save`` and ``dcp.async_save`` into this job root."""

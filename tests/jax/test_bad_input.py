@@ -142,6 +142,15 @@ def test_a_state_that_changes_from_save_to_save_is_saved_as_it_is(job_root: str)
             trees.assert_equal(m.restore(step, args=Args.StandardRestore(one)), one)
 
 
+def test_a_leaf_that_nobody_writes_is_refused_by_its_path(job_root: str) -> None:
+    with manager(job_root) as m:
+        with pytest.raises(ValueError, match=r"TypeHandler lookup failed.*key='odd'"):
+            m.save(1, args=Args.PyTreeSave({"a": {"odd": object(), "w": jnp.ones(2)}}))
+        m.save(2, args=Args.PyTreeSave({"a": {"w": jnp.ones(2)}}))
+        m.wait_until_finished()
+        assert m.all_steps() == [2]
+
+
 def test_a_sharding_that_does_not_divide_is_refused_by_the_arrays_name(job_root: str) -> None:
     uneven = NamedSharding(trees.mesh(3), PartitionSpec("x"))
     with manager(job_root) as m:

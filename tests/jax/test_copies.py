@@ -71,6 +71,9 @@ def save(root: str, settings: Any, steps: list[int], waits: bool = True, **more:
             m.wait_until_finished()
         if waits:
             assert flashpoint_jax.wait_until_replicated(m, steps[-1], timeout_s=REPLICATED_S)
+            newest = flashpoint_jax.status(m)[0]
+            assert (newest.step, newest.state) == (steps[-1], "replicated")
+            assert all(len(nodes) >= 2 for nodes in newest.holders.values())
 
 
 def recover(

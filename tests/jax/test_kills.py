@@ -19,6 +19,7 @@ import flashpoint_jax
 from tests.jax.faults import KEEP, Server, await_end, free_port, kill, log_lines, look, phase_of
 
 _WAIT_S = 60.0
+_NOTICED_S = 10.0
 _SPARE_VERSIONS = 4  # that the pool may hold beyond those kept: one being saved, one being deleted, two free
 
 
@@ -83,8 +84,10 @@ class Job:
     def ended_by_itself(self) -> bool:
         """Wait until a process is dead, or all are done; whether they are."""
         deadline = time.monotonic() + _WAIT_S
-        while all(os.path.exists(f"/proc/{pid}") for pid in self.pids):
-            self._no_errors()
+        while self._all_run():
+            if self._errors():
+                self._await_a_death()  # of which whoever lives on may tell sooner than the kernel
+                return False
             if all(["done"] in self.lines(rank) for rank in range(self.world_size)):
                 self.finish()
                 return True
@@ -125,10 +128,27 @@ class Job:
             *(int(line[1]) for n in range(self.world_size) for line in self.lines(n) if line[0] == word),
         ]
 
+    def _all_run(self) -> bool:
+        return all(os.path.exists(f"/proc/{pid}") for pid in self.pids)
+
+    def _await_a_death(self) -> None:
+        """Wait a little until a process is dead: else the errors of the others are errors."""
+        deadline = time.monotonic() + _NOTICED_S
+        while self._all_run():
+            if time.monotonic() > deadline:
+                self._no_errors()
+            time.sleep(0.002)
+
+    def _errors(self) -> list[str]:
+        return [
+            f"rank {rank}: " + json.loads(" ".join(line[1:]))
+            for rank in range(self.world_size)
+            for line in self.lines(rank)
+            if line[0] == "error"
+        ]
+
     def _no_errors(self) -> None:
-        for rank in range(self.world_size):
-            for line in self.lines(rank):
-                assert line[0] != "error", f"rank {rank}: " + json.loads(" ".join(line[1:]))
+        assert not self._errors(), self._errors()[0]
 
 
 def kill_at_random(
