@@ -443,14 +443,18 @@ class CheckpointObjectManager:
         given up: what is saved has a marker first. Only those of steps before the newest complete one's: a later
         one may be saved this very moment, and that save cleans it up itself.
         """
+        names = self._names()  # once: a save that begins now is not seen at all, not by halves
         complete = self.complete_versions()
-        dirty = self.dirty_steps()
+        newest = complete[0].step if complete else -1
+        dirty = {parsed[0] for name in names if (parsed := parse_marker_name(name)) is not None}
         removed = []
-        for step in self.steps():
+        for step in self._steps_among(names):
             container = self.container(step)
-            if not complete or step >= complete[0].step or step in dirty:
-                continue
-            if not os.path.lexists(f"{container.path}/{MANIFEST_NAME}"):
+            if (
+                step < newest
+                and step not in dirty
+                and not os.path.lexists(f"{container.path}/{MANIFEST_NAME}")
+            ):
                 self.remove_container(container)
                 if not os.path.lexists(container.path):
                     removed.append(step)  # or else a folder of others

@@ -283,6 +283,30 @@ def test_leftovers_of_a_crash_in_the_epochs_file_go_too(objects, job_root):
     assert [name for name in os.listdir(job_root) if name.startswith(".epoch")] == [".epoch"]
 
 
+def test_versions_whose_end_was_cut_off_go_while_others_are_being_saved(objects):
+    for step in (1, 2, 3, 4, 7):
+        save(objects, step)
+    for step in (1, 3):
+        os.unlink(f"{objects.container(step).path}/{MANIFEST_NAME}")
+    with open(f"{objects.container(3).path}/notes.txt", "w"):
+        pass  # somebody else's, so the folder stays
+    live = dirty(objects, 5)
+    dirty(objects, 6).release()  # the next start's to judge
+    os.mkdir(objects.container(8).path)  # later than what is complete: its save cleans up itself
+    assert objects.finish_giving_up() == [1]
+    assert objects.steps() == [2, 3, 4, 5, 6, 7, 8]
+    assert os.listdir(objects.container(3).path) == ["notes.txt"]
+    assert objects.complete_steps() == [7, 4, 2]
+    assert os.listdir(objects.container(5).path) == ["rank00000-0.safetensors"]
+    live.release()
+
+
+def test_without_a_complete_version_nothing_is_taken_for_one_that_was_given_up(objects):
+    os.mkdir(objects.container(1).path)
+    assert objects.finish_giving_up() == []
+    assert objects.steps() == [1]
+
+
 # ---- epoch ----------------------------------------------------------------------------------------
 
 
