@@ -52,6 +52,7 @@ FOUND = {
         "killed-before:rename/agent-file/2",
         "killed-before:unlink/object/1",
     ],
+    "recovery from a peer": ["killed-before:rename/manifest/1"],
 }
 
 
