@@ -33,7 +33,7 @@ from flashpoint.errors import (
     ManifestVersionError,
 )
 from flashpoint.ids import CheckpointContainerId, CheckpointObjectId, parse_container_name, validate_job_root
-from flashpoint.locks import keep_from_children
+from flashpoint.locks import keep_from_children, try_lock
 from flashpoint.manifest import MANIFEST_NAME, CommitRecord, Manifest, ObjectRecord
 from flashpoint.markers import is_live, parse_marker_name
 from flashpoint.memory import default_memory_limit, file_system
@@ -360,6 +360,9 @@ class CheckpointObjectManager:
         fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             with open(fd, "wb") as file:
+                fcntl.flock(
+                    fd, fcntl.LOCK_EX | fcntl.LOCK_NB
+                )  # for `finish_unfinished`: who writes this lives
                 file.write(data)
                 if not file_system(container.path).is_tmpfs:
                     file.flush()
@@ -438,27 +441,42 @@ class CheckpointObjectManager:
             logger.info("removed the unfinished steps %s below %s", removed, self.job_root)
         return removed
 
-    def finish_giving_up(self) -> list[int]:
-        """Remove what is left of versions whose end a crash cut off, while the job goes on. Returns their steps.
+    def finish_unfinished(self) -> list[int]:
+        """Remove what a killed process had in hand, while the job goes on. Returns the steps that are gone.
 
         For an agent that starts beside living trainers. A container that has neither manifest nor marker was being
         given up: what is saved has a marker first. Only those of steps before the newest complete one's: a later
         one may be saved this very moment, and that save cleans it up itself.
         """
+        names = self._names()  # once: a save that begins now is not seen at all, not by halves
         complete = self.complete_versions()
-        dirty = self.dirty_steps()
+        newest = complete[0].step if complete else -1
+        dirty = {parsed[0] for name in names if (parsed := parse_marker_name(name)) is not None}
         removed = []
-        for step in self.steps():
+        for step in self._steps_among(names):
             container = self.container(step)
-            if not complete or step >= complete[0].step or step in dirty:
+            if step in dirty:
                 continue
-            if not os.path.lexists(f"{container.path}/{MANIFEST_NAME}"):
+            self._drop_unfinished_manifests(container)
+            if step < newest and not os.path.lexists(f"{container.path}/{MANIFEST_NAME}"):
                 self.remove_container(container)
                 if not os.path.lexists(container.path):
                     removed.append(step)  # or else a folder of others
         if removed:
             logger.info("removed what was left of the steps %s below %s", removed, self.job_root)
         return removed
+
+    def _drop_unfinished_manifests(self, container: CheckpointContainerId) -> None:
+        for name in self._names(container.path):
+            if not (name.startswith(f"{MANIFEST_NAME}.") and name.endswith(".tmp")):
+                continue
+            with contextlib.suppress(OSError):  # gone, or no file
+                fd = _open_regular(f"{container.path}/{name}")
+                try:
+                    if try_lock(fd, fcntl.LOCK_EX):  # nobody writes it any more
+                        _unlink(f"{container.path}/{name}")
+                finally:
+                    os.close(fd)
 
     # ---- epoch ----------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ class ReplicationManager:
         try:
             self.folder.drop_unfinished()
             self.objects.pool.drop_unfinished()
-            self.objects.finish_giving_up()
+            self.objects.finish_unfinished()
         except OSError as error:
             logger.warning("what an agent has left in %s cannot be removed: %s", self.job_root, error)
 

@@ -1,7 +1,7 @@
 """Every system call of a save is a place to die, or to fail: what was whole before stays whole.
 
 The calls are counted where Python makes them. A child is killed at the n-th, for every n; in another run
-the n-th raises, once.
+the n-th raises, once. (`tests/crash` sees what the kernel sees, and more operations, and takes longer.)
 """
 
 import errno
@@ -128,6 +128,7 @@ def die_at_every_call(say, parent: str, overwrite: bool) -> None:
     say(outcomes)
 
 
+@pytest.mark.fault(10)
 @pytest.mark.parametrize("overwrite", [False, True], ids=["a new step", "a step replaced"])
 def test_wherever_a_save_is_killed_a_whole_version_is_there_and_the_next_job_goes_on(job_root, overwrite):
     with process(die_at_every_call, job_root, overwrite) as other:
@@ -140,6 +141,7 @@ def test_wherever_a_save_is_killed_a_whole_version_is_there_and_the_next_job_goe
     assert outcomes == sorted(outcomes)  # once the new version counts, it counts
 
 
+@pytest.mark.fault(18)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EMFILE])
 def test_wherever_a_call_fails_the_save_fails_or_succeeds_and_the_job_goes_on(job_root, number):
     for n in range(1, CALLS_MAX):
@@ -193,11 +195,13 @@ def kill_a_world(say, parent: str, points: list[int]) -> None:
     say("done")
 
 
+@pytest.mark.fault(10)
 def test_wherever_a_world_of_three_is_killed_all_ranks_recover_the_same_step(job_root):
     with process(kill_a_world, job_root, list(range(1, 150, 7))) as other:
         assert other.hear() == "done"
 
 
+@pytest.mark.fault(18)
 def test_wherever_a_call_of_one_rank_fails_all_ranks_agree_and_go_on(job_root):
     for n in range(1, CALLS_MAX):
         root = tempfile.mkdtemp(dir=job_root)

@@ -1,5 +1,6 @@
 """A job root's folders and files: what is listed, written whole, removed, and left alone."""
 
+import fcntl
 import logging
 import os
 import stat
@@ -281,6 +282,49 @@ def test_leftovers_of_a_crash_in_the_epochs_file_go_too(objects, job_root):
         pass
     objects.collect_garbage()
     assert [name for name in os.listdir(job_root) if name.startswith(".epoch")] == [".epoch"]
+
+
+def test_versions_whose_end_was_cut_off_go_while_others_are_being_saved(objects):
+    for step in (1, 2, 3, 4, 7):
+        save(objects, step)
+    for step in (1, 3):
+        os.unlink(f"{objects.container(step).path}/{MANIFEST_NAME}")
+    with open(f"{objects.container(3).path}/notes.txt", "w"):
+        pass  # somebody else's, so the folder stays
+    live = dirty(objects, 5)
+    dirty(objects, 6).release()  # the next start's to judge
+    os.mkdir(objects.container(8).path)  # later than what is complete: its save cleans up itself
+    assert objects.finish_unfinished() == [1]
+    assert objects.steps() == [2, 3, 4, 5, 6, 7, 8]
+    assert os.listdir(objects.container(3).path) == ["notes.txt"]
+    assert objects.complete_steps() == [7, 4, 2]
+    assert os.listdir(objects.container(5).path) == ["rank00000-0.safetensors"]
+    live.release()
+
+
+def test_a_manifest_that_nobody_writes_any_more_goes_and_one_that_somebody_writes_stays(objects):
+    save(objects, 1)
+    folder = objects.container(1).path
+    for name in (".metadata.01234567.tmp", ".metadata.89abcdef.tmp"):
+        with open(f"{folder}/{name}", "w"):
+            pass
+    with open(f"{folder}/.metadata.89abcdef.tmp") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        objects.finish_unfinished()
+        assert sorted(os.listdir(folder)) == [
+            MANIFEST_NAME,
+            ".metadata.89abcdef.tmp",
+            "rank00000-0.safetensors",
+        ]
+    objects.finish_unfinished()
+    assert sorted(os.listdir(folder)) == [MANIFEST_NAME, "rank00000-0.safetensors"]
+    assert objects.complete_steps() == [1]
+
+
+def test_without_a_complete_version_nothing_is_taken_for_one_that_was_given_up(objects):
+    os.mkdir(objects.container(1).path)
+    assert objects.finish_unfinished() == []
+    assert objects.steps() == [1]
 
 
 # ---- epoch ----------------------------------------------------------------------------------------

@@ -39,11 +39,20 @@ FOUND = {
         "ENOSPC:flock/pool/2",  # the end of a turn in the pool: the folder stayed locked, a buffer in use
         "EINTR:close/pool/3",
     ],
-    "commit, rank 0 of 2": [
-        "EIO:unlink/marker/1",
-        "EIO:getdents64/root/9",
-    ],  # the others waited until their deadline
-    "commit, rank 1 of 2": ["EIO:unlink/marker/1"],
+    # Nobody was told of the failure: the others waited until their deadline, and the next save was lost as well.
+    "commit, rank 0 of 2": ["EIO:unlink/marker/1", "EIO:getdents64/root/9"],
+    "drain": [
+        "EINTR:rmdir/storage-drain-record/1",  # empty folders stayed
+        "killed-before:rmdir/storage-container/2",
+        "killed-before:write/storage-drain-record/2",  # the word of a node, half written, was read by the next
+    ],
+    # What an agent had in hand when it was killed stayed until the job was started again.
+    "replication, node 1 of 2": [
+        "killed-before:ftruncate/pool-file/1",
+        "killed-before:rename/agent-file/2",
+        "killed-before:unlink/object/1",
+    ],
+    "recovery from a peer": ["killed-before:rename/manifest/1"],
 }
 
 
