@@ -17,12 +17,42 @@ from collections.abc import Sequence
 from typing import Final
 
 import flashpoint
-from flashpoint.cli import agent, bench, diff, drain, export, inspect, ls, plan, rm, simulate, status, verify
+from flashpoint.cli import (
+    agent,
+    bench,
+    diff,
+    doctor,
+    drain,
+    export,
+    inspect,
+    ls,
+    mount,
+    plan,
+    rm,
+    simulate,
+    status,
+    verify,
+)
 from flashpoint.cli.exit_codes import BAD, BUG, FINE, INTERRUPTED, NOT_FOUND, REFUSED, RefusedError, table
 from flashpoint.cli.output import printable
 from flashpoint.errors import CorruptObjectError, FlashpointError, ManifestError
 
-COMMANDS: Final = (ls, status, inspect, verify, diff, export, drain, rm, plan, bench, agent, simulate)
+COMMANDS: Final = (
+    ls,
+    status,
+    inspect,
+    verify,
+    diff,
+    export,
+    drain,
+    rm,
+    doctor,
+    mount,
+    plan,
+    bench,
+    agent,
+    simulate,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
