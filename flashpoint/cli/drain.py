@@ -46,7 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="file:///folder (or /folder), s3://bucket/prefix, gs://bucket/prefix",
     )
-    parser.add_argument("--step", type=int, help="which version (default: the newest complete one)")
+    parser.add_argument(
+        "--step", metavar="STEP", type=int, help="which version (default: the newest complete one)"
+    )
     parser.add_argument(
         "--bytes-per-s", metavar="SIZE", help="most that is written in a second, such as 256MiB; 0: no limit"
     )
