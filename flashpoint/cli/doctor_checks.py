@@ -96,6 +96,11 @@ def room(r: Readings) -> Iterator[Finding]:
         value += f", and {human_bytes(r.reusable_bytes)} in buffers to be written again"
     why = "a save that finds no room is skipped"
     fix = "flashpoint ls; flashpoint rm JOB_ROOT STEP..."
+    others = r.total_bytes - r.free_bytes - r.checkpoint_bytes
+    if others > 0.1 * r.total_bytes:
+        value += f"; {human_bytes(others)} are no checkpoints of this user"
+        place = r.mount.mount_point if r.mount else r.place
+        fix = f"du -ah {place} | sort -h | tail  # then delete what need not be there; or {fix}"
     if r.free_bytes + r.reusable_bytes < r.version_bytes:
         yield Finding("room", "bad", f"{value}; a version takes {human_bytes(r.version_bytes)}", why, fix)
     elif r.free_bytes + r.reusable_bytes < _FREE_SHARE_MIN * r.total_bytes:
@@ -405,7 +410,7 @@ def _mount(r: Readings) -> str:
 
 def _resize(r: Readings, nbytes: int) -> str:
     size = _gib(nbytes + _GIB - 1)
-    if r.in_container:
+    if r.in_container and (r.mount is None or r.mount.mount_point == "/dev/shm"):
         shown = f"`flashpoint mount {r.place} --size {size}`"
         return f"docker run --shm-size={size[:-2].lower()}, or the volume that {shown} prints"
     point = r.mount.mount_point if r.mount else r.place

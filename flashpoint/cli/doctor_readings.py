@@ -66,6 +66,7 @@ class Readings:
         mode: of the job root; None where none was given, or it is not there yet.
         version_bytes: of the newest complete version of the job root on this node.
         reusable_bytes: of its buffers that no version names.
+        checkpoint_bytes: of all buffers of this user's job roots on this file system.
         shmem_huge: what /sys says of huge pages for shared memory, such as ``never``; empty without such pages.
         memlock, nofile: soft and hard limit.
         taken_ports: of ``wanted_ports``, those that something listens on.
@@ -84,6 +85,7 @@ class Readings:
     free_bytes: int = 0
     version_bytes: int = 0
     reusable_bytes: int = 0
+    checkpoint_bytes: int = 0
     memory_total: int | None = None
     memory_available: int | None = None
     swap_total: int | None = None
@@ -136,6 +138,9 @@ def read(job_root: str | None, place: str, *, is_quick: bool = False) -> Reading
         free_bytes=fs.free_bytes,
         version_bytes=_version_bytes(place) if is_root else 0,
         reusable_bytes=_reusable_bytes(place) if is_root else 0,
+        checkpoint_bytes=sum(
+            _sum_of_pool(root, lambda status: True) for root in job_roots_of_this_user([fs.mount_point])
+        ),
         memory_total=memory.get("MemTotal"),
         memory_available=memory.get("MemAvailable"),
         swap_total=memory.get("SwapTotal"),

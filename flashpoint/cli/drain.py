@@ -127,7 +127,7 @@ def _show(report: dict[str, Any]) -> None:
     if report["missing_objects"]:
         ranks = first_few([str(rank) for rank in report["missing_ranks"]])
         page.line(
-            f"  {plural(report['missing_objects'], 'object')} of rank {ranks} lie on other nodes. There:  "
+            f"  still missing: {plural(report['missing_objects'], 'object')} of rank {ranks}. On their nodes:  "
             f"flashpoint drain {report['job_root']} --to {url} --step {step}"
         )
     page.show()

@@ -16,6 +16,7 @@ from tests.core.cli.roots import saved
 
 GIB = 1 << 30
 TMPFS = Mount("/mnt/f", "tmpfs", "0:99", frozenset({"rw", "size=64g", "huge=always"}))
+SHM = Mount("/dev/shm", "tmpfs", "0:98", frozenset({"rw", "huge=always"}))
 GOOD = Readings(
     place="/mnt/f/job",
     mode=0o700,
@@ -24,6 +25,7 @@ GOOD = Readings(
     mount=TMPFS,
     total_bytes=64 * GIB,
     free_bytes=50 * GIB,
+    checkpoint_bytes=14 * GIB,
     version_bytes=10 * GIB,
     memory_total=256 * GIB,
     memory_available=200 * GIB,
@@ -82,17 +84,41 @@ def mount_with(kind="tmpfs", *options):
         ),
         (
             "size",
-            {"total_bytes": 64 << 20, "version_bytes": 0, "in_container": True},
+            {"total_bytes": 64 << 20, "version_bytes": 0, "mount": SHM, "in_container": True},
             "bad",
             "64.0 MiB",
             "--shm-size=128g",
         ),
         ("size", {"total_bytes": 15 * GIB}, "bad", "a version takes 10.0 GiB", "remount,size=30G /mnt/f"),
         ("size", {"total_bytes": 250 * GIB}, "warn", "250.0 GiB of 256.0 GiB memory", "remount,size=128G"),
-        ("room", {"free_bytes": 1 * GIB}, "bad", "1.0 GiB free; a version takes 10.0 GiB", "flashpoint rm"),
-        ("room", {"free_bytes": 1 * GIB, "reusable_bytes": 10 * GIB}, "ok", "10.0 GiB in buffers", ""),
-        ("room", {"free_bytes": 0, "version_bytes": 0}, "bad", "0 B free", "flashpoint rm"),
-        ("room", {"free_bytes": GIB, "version_bytes": 0}, "warn", "1.0 GiB free", "flashpoint rm"),
+        (
+            "room",
+            {"free_bytes": 1 * GIB, "checkpoint_bytes": 63 * GIB},
+            "bad",
+            "1.0 GiB free; a version takes 10.0 GiB",
+            "flashpoint rm",
+        ),
+        (
+            "room",
+            {"free_bytes": 1 * GIB, "checkpoint_bytes": 63 * GIB, "reusable_bytes": 10 * GIB},
+            "ok",
+            "10.0 GiB in buffers",
+            "",
+        ),
+        (
+            "room",
+            {"free_bytes": 0, "checkpoint_bytes": 63 * GIB, "version_bytes": 0},
+            "bad",
+            "0 B free",
+            "flashpoint rm",
+        ),
+        (
+            "room",
+            {"free_bytes": GIB, "checkpoint_bytes": 63 * GIB, "version_bytes": 0},
+            "warn",
+            "1.0 GiB free",
+            "flashpoint rm",
+        ),
         ("owner", {"owner": 7}, "bad", "belongs to user 7, this is user 1000", "chown -R 1000 /mnt/f/job"),
         ("owner", {"mode": 0o755}, "warn", "mode 0755", "chmod 700 /mnt/f/job"),
         (
@@ -246,6 +272,7 @@ def test_a_tmpfs_that_is_too_small_and_full_is_bad_and_the_remedy_cures_it(mount
     assert (code, report["level"], report["place"]) == (1, "bad", root)
     assert levels["size"]["level"] == levels["room"]["level"] == "bad"
     assert "a version takes 30.0 MiB" in levels["size"]["value"]
+    assert "16.0 MiB are no checkpoints" in levels["room"]["value"] and "du -ah" in levels["room"]["fix"]
     code, out, _ = run("doctor", root, "--quick")
     assert code == 1
     assert re.search(r"bad   size +48.0 MiB, and a version takes 30.0 MiB", out)
