@@ -98,16 +98,27 @@ def default_memory_limit(path: str) -> int:
 
 def cgroup_memory_limit() -> int | None:
     """The memory limit of this process's cgroup in bytes (v2 or v1), or None where there is none."""
-    limits = []
-    for path in _cgroup_files():
-        try:
-            with open(path, encoding="ascii") as file:
-                text = file.read().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:  # v1 writes "no limit" as a huge number
-            limits.append(int(text))
+    limits = [limit for path in _cgroup_files() if (limit := _number_in(path)) is not None]
     return min(limits, default=None)
+
+
+def cgroup_memory_used() -> int | None:
+    """What the cgroup with the tightest limit uses in bytes, tmpfs included; None where there is no limit."""
+    limits = [(limit, path) for path in _cgroup_files() if (limit := _number_in(path)) is not None]
+    if not limits:
+        return None
+    folder = os.path.dirname(min(limits)[1])
+    used = (_number_in(f"{folder}/{name}") for name in ("memory.current", "memory.usage_in_bytes"))
+    return next((number for number in used if number is not None), None)
+
+
+def _number_in(path: str) -> int | None:
+    try:
+        with open(path, encoding="ascii") as file:
+            text = file.read().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) < 1 << 60 else None  # v1: no limit is a huge number
 
 
 def _cgroup_files() -> list[str]:

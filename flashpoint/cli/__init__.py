@@ -17,16 +17,50 @@ from collections.abc import Sequence
 from typing import Final
 
 import flashpoint
-from flashpoint.cli import agent, bench, diff, drain, export, inspect, ls, plan, rm, simulate, status, verify
+from flashpoint.cli import (
+    agent,
+    bench,
+    diff,
+    doctor,
+    drain,
+    export,
+    inspect,
+    ls,
+    mount,
+    plan,
+    rm,
+    simulate,
+    status,
+    verify,
+)
 from flashpoint.cli.exit_codes import BAD, BUG, FINE, INTERRUPTED, NOT_FOUND, REFUSED, RefusedError, table
 from flashpoint.cli.output import printable
 from flashpoint.errors import CorruptObjectError, FlashpointError, ManifestError
 
-COMMANDS: Final = (ls, status, inspect, verify, diff, export, drain, rm, plan, bench, agent, simulate)
+COMMANDS: Final = (
+    ls,
+    status,
+    inspect,
+    verify,
+    diff,
+    export,
+    drain,
+    rm,
+    doctor,
+    mount,
+    plan,
+    bench,
+    agent,
+    simulate,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand here
+        from flashpoint.cli.completion import complete
+
+        complete(_parser(argparse.ArgumentParser))
     args = _parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -68,17 +102,23 @@ class _CommandParser(argparse.ArgumentParser):
             self._nested = False
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(
+    parser_class: type[argparse.ArgumentParser] | None = None,
+) -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="flashpoint",
-        description="Look at memory-first checkpoints, and run the agent that copies them.",
+        description="Look at memory-first checkpoints, care for them, and run the agent that copies them.",
         epilog=table(),
         formatter_class=formatter,
     )
     parser.add_argument("--version", action="version", version=f"flashpoint {flashpoint.__version__}")
     commands = parser.add_subparsers(
-        title="commands", dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
+        title="commands",
+        dest="command",
+        metavar="COMMAND",
+        required=True,
+        parser_class=parser_class or _CommandParser,
     )
     for module in COMMANDS:
         command = commands.add_parser(

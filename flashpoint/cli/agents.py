@@ -107,15 +107,15 @@ def users_of(job_root: str) -> list[str]:
     """
     found = []
     heard = ask(job_root, 1.0)
+    agents_pid = (heard.about or {}).get("pid", "")
     if heard.state in ("alive", "silent"):
-        pid = (heard.about or {}).get("pid", "?")
-        found.append(f"its agent (process {pid}) lives: `flashpoint agent {job_root} --stop` ends it")
+        found.append(f"its agent (process {agents_pid}) lives: `flashpoint agent {job_root} --stop` ends it")
     if heard.has_trainers:
         found.append("a trainer lives, which holds the lock .agent/users")
     saving = [str(v.container.step) for v in versions_in(manager(job_root)) if v.state == SAVING]
     if saving:
         found.append(f"step {', '.join(saving)} is being saved")
-    mapped = [str(pid) for pid in _processes_that_map(f"{job_root}/{POOL_NAME}/")]
+    mapped = [pid for pid in map(str, _processes_that_map(f"{job_root}/{POOL_NAME}/")) if pid != agents_pid]
     if mapped:
         more = " and others" if len(mapped) > _SEEN_MAX else ""
         found.append(f"its buffers are mapped by process {', '.join(mapped[:_SEEN_MAX])}{more}")

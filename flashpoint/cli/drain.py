@@ -46,7 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="file:///folder (or /folder), s3://bucket/prefix, gs://bucket/prefix",
     )
-    parser.add_argument("--step", type=int, help="which version (default: the newest complete one)")
+    parser.add_argument(
+        "--step", metavar="STEP", type=int, help="which version (default: the newest complete one)"
+    )
     parser.add_argument(
         "--bytes-per-s", metavar="SIZE", help="most that is written in a second, such as 256MiB; 0: no limit"
     )
@@ -125,7 +127,7 @@ def _show(report: dict[str, Any]) -> None:
     if report["missing_objects"]:
         ranks = first_few([str(rank) for rank in report["missing_ranks"]])
         page.line(
-            f"  {plural(report['missing_objects'], 'object')} of rank {ranks} lie on other nodes. There:  "
+            f"  still missing: {plural(report['missing_objects'], 'object')} of rank {ranks}. On their nodes:  "
             f"flashpoint drain {report['job_root']} --to {url} --step {step}"
         )
     page.show()

@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from flashpoint.buffers import POOL_NAME
 from flashpoint.cli.discovery import job_roots_of_this_user, memory_places
-from flashpoint.cli.output import Cell, Page, age, plural, print_json
+from flashpoint.cli.output import Cell, Page, age, plural, print_json, show_space
 from flashpoint.cli.versions import (
     COMPLETE,
     CORRUPT,
@@ -51,7 +51,7 @@ HELP: Final = "list the versions in job roots"
 _AGENTS: Final = {
     "none": "",
     "alive": "  agent alive",
-    "dead": "  agent dead",
+    "dead": "  agent dead: `flashpoint status` tells more",
     "silent": "  agent silent: `flashpoint status` tells more",
     "unreadable": "  agent folder unreadable: `flashpoint status` tells more",
 }
@@ -208,10 +208,7 @@ def _show(reports: list[dict[str, Any]]) -> None:
             f"  pool: {plural(pool['files'], 'file')}, {human_bytes(pool['bytes'])}; "
             f"free: {pool['free_files']:,}, {human_bytes(pool['free_bytes'])}"
         )
-        page.line(
-            f"  {fs['kind']} {fs['mount_point']}: "
-            f"{human_bytes(fs['free_bytes'])} of {human_bytes(fs['total_bytes'])} free"
-        )
+        show_space(page, fs)
     page.show()
 
 

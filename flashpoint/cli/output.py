@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
+from flashpoint.memory import human_bytes
+
 Cell = str | tuple[str, str]  # text, or text and its rich style
 
 
@@ -79,6 +81,15 @@ class Page:
         sys.stdout.write(capture.get())
         sys.stdout.flush()
         self._lines.clear()
+
+
+def show_space(page: Page, file_system: dict[str, Any]) -> None:
+    """One line on how much of a file system is free, given as in the commands' JSON."""
+    free, total = file_system["free_bytes"], file_system["total_bytes"]
+    page.line(
+        f"  {file_system['kind']} {file_system['mount_point']}: ",
+        (f"{human_bytes(free)} of {human_bytes(total)} free", "bold red" if free < 0.05 * total else ""),
+    )
 
 
 def _text(cell: Cell) -> str:

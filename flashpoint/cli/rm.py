@@ -132,7 +132,7 @@ def _loss(
     if not going or len(going) < len(loadable):
         return []
     steps = first_few([str(version.container.step) for version in going])
-    return [f"step {steps} is all that could be loaded here, nothing would be left"]
+    return [f"nothing that could be loaded would be left here: it would be the last, step {steps}"]
 
 
 def _is_loadable(objects: CheckpointObjectManager, version: StoredVersion) -> bool:

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from flashpoint.cli.exit_codes import BAD, FINE, NO_AGENT
-from flashpoint.cli.output import Cell, Page, age, plural, print_json, shortened
+from flashpoint.cli.output import Cell, Page, age, plural, print_json, shortened, show_space
 from flashpoint.cli.versions import CORRUPT, STYLES, manager, require_job_root, versions_in
 from flashpoint.memory import file_system, human_bytes
 
@@ -90,12 +90,8 @@ def _show(report: dict[str, Any], log_tail: str, *, rows_max: int | None) -> Non
         _show_losses(page, report)
     elif report["nodes"]:
         page.line("  what other nodes hold is for their agents to say: run `flashpoint status` there")
-    fs = report["file_system"]
     page.line()
-    page.line(
-        f"{fs['kind']} {fs['mount_point']}: "
-        f"{human_bytes(fs['free_bytes'])} of {human_bytes(fs['total_bytes'])} free"
-    )
+    show_space(page, report["file_system"])
     page.show()
 
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
+from flashpoint.config import FlashpointConfig
 from flashpoint.errors import CheckpointNotFoundError, FlashpointError, InvalidIdError, ManifestError
 from flashpoint.ids import CheckpointContainerId, CheckpointObjectId, parse_container_name
 from flashpoint.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, CommitRecord, decode_record
@@ -87,8 +88,8 @@ def require_job_root(path: str) -> str:
 
 
 def manager(job_root: str) -> CheckpointObjectManager:
-    """The job root, for looking only."""
-    return CheckpointObjectManager(job_root, create=False)
+    """The job root, for looking only: whatever the FLASHPOINT_* variables say."""
+    return CheckpointObjectManager(job_root, config=FlashpointConfig(), create=False)
 
 
 def versions_in(objects: CheckpointObjectManager) -> list[StoredVersion]:

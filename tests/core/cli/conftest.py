@@ -1,6 +1,7 @@
 """Fixtures that run commands in this process."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -28,3 +29,25 @@ def run_json(run):
         return code, json.loads(out)
 
     return run_json
+
+
+@pytest.fixture
+def mount_tmpfs(tmp_path):
+    """Mount a tmpfs with these options; its path. All go away afterwards, whatever happened."""
+    paths = []
+
+    def mount(options):
+        path = tmp_path / f"tmpfs-{len(paths)}"
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+        paths.append(path)
+        return str(path)
+
+    try:
+        yield mount
+    finally:
+        for path in paths:
+            subprocess.run(["umount", "-l", str(path)], check=True)

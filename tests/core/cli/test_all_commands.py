@@ -96,6 +96,8 @@ EXAMPLES = {
     "export": ["{container}", "{root}/out", "--format", "safetensors"],
     "plan": ["--params", "1e9", "--nodes", "4", "--step", "1s"],
     "bench": ["{root}", "--bytes", "1MiB", "--repeats", "1"],
+    "doctor": ["{root}", "--quick"],
+    "mount": ["{tmp}", "--size", "1G"],
     "agent": ["{root}", "--stop"],
     "simulate": ["--seeds", "2", "--nodes", "2", "--jobs", "1"],
 }
