@@ -129,6 +129,7 @@ def die_at_every_call(say, parent: str, overwrite: bool) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["a new step", "a step replaced"])
+@pytest.mark.fault(2, 3, 10)
 def test_wherever_a_save_is_killed_a_whole_version_is_there_and_the_next_job_goes_on(job_root, overwrite):
     with process(die_at_every_call, job_root, overwrite) as other:
         outcomes = other.hear()
@@ -141,6 +142,7 @@ def test_wherever_a_save_is_killed_a_whole_version_is_there_and_the_next_job_goe
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EMFILE])
+@pytest.mark.fault(18)
 def test_wherever_a_call_fails_the_save_fails_or_succeeds_and_the_job_goes_on(job_root, number):
     for n in range(1, CALLS_MAX):
         root = tempfile.mkdtemp(dir=job_root)
@@ -193,11 +195,13 @@ def kill_a_world(say, parent: str, points: list[int]) -> None:
     say("done")
 
 
+@pytest.mark.fault(3, 10)
 def test_wherever_a_world_of_three_is_killed_all_ranks_recover_the_same_step(job_root):
     with process(kill_a_world, job_root, list(range(1, 150, 7))) as other:
         assert other.hear() == "done"
 
 
+@pytest.mark.fault(18)
 def test_wherever_a_call_of_one_rank_fails_all_ranks_agree_and_go_on(job_root):
     for n in range(1, CALLS_MAX):
         root = tempfile.mkdtemp(dir=job_root)

@@ -189,6 +189,7 @@ def flip_and_restore(job_root: str, *, seed: int, flips: int) -> None:
     print(f"{tally.total()} flips:", dict(tally))
 
 
+@pytest.mark.fault(20)
 def test_a_flipped_bit_is_never_restored(job_root: str) -> None:
     flip_and_restore(job_root, seed=0, flips=24)
 
@@ -199,6 +200,7 @@ def test_thousands_of_flipped_bits_are_never_restored(job_root: str) -> None:
     flip_and_restore(job_root, seed=1, flips=400)
 
 
+@pytest.mark.fault(22)
 def test_a_file_of_another_length_is_never_restored(job_root: str) -> None:
     rng = random.Random(0)
     folder = Path(job_root, str(NEWER), "default")
@@ -219,6 +221,7 @@ def test_a_file_of_another_length_is_never_restored(job_root: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "older", "empty folder"])
+@pytest.mark.fault(24)
 def test_a_file_that_is_gone_or_another_steps_is_never_restored(job_root: str, damage: str) -> None:
     folder, older = Path(job_root, str(NEWER), "default"), Path(job_root, str(OLDER), "default")
     with saved(job_root) as m:
@@ -358,6 +361,7 @@ def restore_newer_then_older(root: str, per_host: bool) -> bool:
 
 
 @pytest.mark.parametrize("per_host", [False, True], ids=["global", "per-host"])
+@pytest.mark.fault(20, "E")
 def test_damage_that_one_process_finds_is_an_error_on_both(
     workers: Workers, job_root: str, per_host: bool
 ) -> None:
