@@ -135,6 +135,15 @@ class Network:
     def _ip(self, command: str) -> None:
         subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
 
+    def throttle(self, mbit: int) -> None:
+        """What is sent out of it."""
+        command = (
+            f"tc -n {self.name} qdisc add dev {self._there} root tbf rate {mbit}mbit burst 64kb latency 400ms"
+        )
+        done = subprocess.run(command.split(), check=False, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"no line can be throttled here: {done.stderr.strip()}")
+
     def swallow(self) -> None:
         """From now on nothing that is sent out of it arrives, and nobody is told."""
         self._ip(f"-n {self.name} route add blackhole {self.host}/32")
