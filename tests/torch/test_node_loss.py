@@ -178,8 +178,13 @@ def test_a_fallback_may_be_the_path_of_a_dcp_checkpoint(tmp_path: Path) -> None:
 # ---- at any moment --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 5))])
-@pytest.mark.fault(7)
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.fault(7)),
+        *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 5)),
+    ],
+)
 def test_a_node_is_lost_while_replication_is_under_way(tmp_path: Path, seed: int) -> None:
     """At 20 random moments for each seed: the newest version that was replicated loads, or a newer one."""
     rng, under_way, lost_steps = random.Random(seed), 0, 0
