@@ -23,23 +23,24 @@ from tests.faults.table import PAGE, ROWS, SEEN_ELSEWHERE
 INTRODUCTION = """\
 # What it survives
 
-This page is written by `make faults`; what it says was seen when that was run last. Each row is a fault that training
-jobs meet, with what is expected of it, and with the tests that put the fault in and look whether what is expected holds.
+This page is written by `make faults`: it says what was seen when that was run last. Each row is a fault that training
+jobs meet, what is expected of it, and the tests that put the fault in and look whether what is expected holds.
 
-**A row counts** when at least one test with real processes, a real tmpfs and real sockets shows it, and every test of
-the row passes. Tests of decisions alone stand beside those, never in their place. A test may belong to several rows. One that is
-skipped says why, and the row says so.
+**A row counts** when at least one test with real processes or threads, a real tmpfs and real sockets shows it, and
+every test of the row passes. Tests of decisions alone stand beside those, never in their place. A test may belong to
+several rows. One that is skipped says why, and its row says so.
 
-**How the faults are made.** Processes are killed and stopped by signals, or frozen by a cgroup. Memory is short by tmpfs
-mounts of a given size, and by a cgroup's limit. The network is a proxy in user space (`tests/chaos.py`), which delays,
-throttles, flips, drops, doubles, swaps, cuts and swallows bytes, or a network namespace whose route is a black hole. Clocks are
-those of a time namespace, or injected; the machine's are never set. What needs root or a tool that is absent is skipped.
+**How the faults are made.** Processes are killed and stopped by signals, or frozen by a cgroup. Memory is short by
+tmpfs mounts of a given size and by a cgroup's limit. The network is a proxy in user space (`tests/chaos.py`), which
+delays, throttles, flips, drops, doubles, swaps, cuts and swallows bytes, or a network namespace whose route is a black
+hole. Clocks are those of a time namespace, or injected; the machine's are never set. What needs root, or a tool that is
+absent, is skipped.
 
-**To repeat**: `make faults`, some minutes on two cores; it needs root for mounts, cgroups and namespaces. One row: `pytest -m fault -k
-test_13` for the tests in `tests/faults`, whose names begin with their row's number; of the others, the name below. Seeds are fixed; a
-test of random faults prints what it did. The interleavings that no real test meets are the simulator's part
-(`python -m flashpoint simulate`, design.md section 11). A job that saves without end while random faults happen to three nodes is
-`python -m tests.faults.soak --seconds 3600`.
+**To repeat**: `make faults`, some minutes on two cores, as root. One row: the tests in `tests/faults` begin with their
+row's number (`pytest tests/faults -k test_13`); the others are named below. Seeds are fixed, and a test of random
+faults prints what it did. The interleavings that no real test meets are the simulator's part (`python -m flashpoint
+simulate`, [design.md](design.md) section 11). A job of three nodes that saves every second while random faults happen to
+them is `python -m tests.faults.soak --seconds 3600`.
 """
 
 ORDER = {"failed": 0, "skipped": 1, "passed": 2}
@@ -120,7 +121,7 @@ def page(found: dict[str, dict[str, Seen]], wall_s: float) -> str:
     where = f"Linux {platform.release().split('-')[0]}, Python {platform.python_version()}, {os.cpu_count()} cores"
     words = [
         INTRODUCTION,
-        f"## The table\n\n**{len(good)} of {len(ROWS)} rows** on {time.strftime('%Y-%m-%d')} ({where}; {wall_s:.0f} s in all).\n",
+        f"## The table\n\n**{len(good)} of {len(ROWS)} rows**, {time.strftime('%Y-%m-%d')} ({where}; {wall_s:.0f} s).\n",
         *table(ROWS, found),
         "\n## Seen elsewhere\n\nFailures of other checkpointers, from their issues and post-mortems.\n",
         *table(SEEN_ELSEWHERE, found),

@@ -1,4 +1,7 @@
-"""What a machine offers to root for putting faults in: cgroups, network and time namespaces. Each skips where it is not to be had."""
+"""What a machine offers to root for putting faults in: cgroups, network and time namespaces.
+
+Each skips its test where it is not to be had.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What is to be survived, one row for each fault; `docs/faults.md` is written from it and from the tests' results.
 
-A test belongs to a row by its mark: ``@pytest.mark.fault(6, "I")``. Rows are numbers; letters are failures that were seen
-in other systems.
+A test belongs to a row by its mark: ``@pytest.mark.fault(6, "I")``. Rows are numbers; letters are failures that
+were seen in other systems.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PAGE: Final = TESTS.parent / "docs" / "faults.md"
 ROWS: Final[dict[str, tuple[str, str]]] = {
     "1": ("SIGKILL of a rank while it stages", "the older version loads; the partial one is ignored, then reclaimed"),
     "2": ("SIGKILL between data and commit", "the same"),
-    "3": ("SIGKILL between commit and removal of the markers", "all ranks agree: the version counts for all or for none"),
+    "3": ("SIGKILL between commit and removal of the markers", "the version counts for all ranks or for none"),
     "4": ("SIGKILL of the agent", "it is started again; the next save is replicated"),
     "5": ("SIGKILL of all ranks of a node", "restored from the node's own memory"),
     "6": ("loss of a node (killed, memory wiped)", "what is missing comes from peers, bit for bit"),
@@ -26,8 +26,8 @@ ROWS: Final[dict[str, tuple[str, str]]] = {
     "8": ("loss of as many nodes as there are copies, or of nodes that hold nothing of each other", "restored"),
     "9": ("loss of one node more than there are copies", "an error that names what is missing; storage"),
     "10": ("a crash at every system call", "the invariants, after each"),
-    "11": ("SIGSTOP of a peer for 60 s", "a bounded wait, another source; the peer that resumes is fenced by the epoch"),
-    "12": ("SIGSTOP of the coordinator, of the leader's rank, of the leader's agent", "a clean failure in time; goes on"),
+    "11": ("SIGSTOP of a peer for 60 s", "a bounded wait, another source; who resumes is fenced by the epoch"),
+    "12": ("SIGSTOP of the coordinator, the leader's rank, the leader's agent", "a clean failure in time; goes on"),
     "13": ("a node is frozen in the middle of a fetch", "another source"),
     "14": ("the tmpfs is full when a buffer is allocated", "the save is skipped, training goes on, no SIGBUS"),
     "15": ("the tmpfs is made smaller", "the same"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from flashpoint_torch import coordinator
 from tests.chaos import Chaos
 from tests.core.processes import Process
 from tests.torch.nodes import Cluster, last_of, lines_of, recover, train, wait_for
@@ -57,11 +58,17 @@ def until(condition: Callable[[], bool], cluster: Cluster, log: str) -> None:
         time.sleep(0.02)
 
 
+def train_impatiently(*args: Any, **settings: Any) -> list[int]:
+    """As `train`, with less patience for the store."""
+    coordinator.ANSWER_S = COMMIT_S
+    return train(*args, **settings)
+
+
 def saves_fail_and_then_go_on(
     cluster: Cluster, log: str, fault: Callable[[], Any], *, awake: list[int], names: str
 ) -> None:
     """While the fault lasts, saves of the ranks ``awake`` fail within their deadlines, and nothing is committed."""
-    cluster.start(train, log, waits_for="complete", kib=8)
+    cluster.start(train_impatiently, log, waits_for="complete", kib=8)
     wait_for(log, cluster, "complete", times=3)
     with fault():
         time.sleep(0.5)  # what was on its way may arrive
@@ -88,7 +95,7 @@ def saves_fail_and_then_go_on(
 
 
 @pytest.mark.fault(12, "H")
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_12_while_a_rank_is_stopped_the_others_saves_fail_by_its_name(tmp_path: Path, rank: int) -> None:
     """Rank 0 leads the commit."""
     log = str(tmp_path / "log")
@@ -100,6 +107,7 @@ def test_12_while_a_rank_is_stopped_the_others_saves_fail_by_its_name(tmp_path: 
         saves_fail_and_then_go_on(cluster, log, fault, awake=[1 - rank], names=f"rank {rank}")
 
 
+@pytest.mark.soak
 @pytest.mark.fault(12)
 def test_12_while_the_jobs_store_is_stopped_saves_fail_in_time(tmp_path: Path) -> None:
     log = str(tmp_path / "log")

@@ -194,6 +194,7 @@ def test_a_flipped_bit_is_never_restored(job_root: str) -> None:
     flip_and_restore(job_root, seed=0, flips=24)
 
 
+@pytest.mark.fault(20)
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_thousands_of_flipped_bits_are_never_restored(job_root: str) -> None:
