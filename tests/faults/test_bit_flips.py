@@ -8,7 +8,7 @@ import os
 import random
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,8 @@ from tests.core.world import Rank
 
 CHUNK_BYTES = 4096
 STEP = 1
+
+Record = Callable[[str, object], None]
 
 
 def regions(path: Path) -> list[tuple[str, int, int]]:
@@ -144,8 +146,9 @@ def flip_detect_and_repair(memory: Memory, *, flips: int, seed: int) -> None:
     "flips", [90, pytest.param(4000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
 def test_20_a_flip_in_memory_is_detected_and_repaired_from_the_other_nodes_copy(
-    memory: Memory, flips: int, caplog: pytest.LogCaptureFixture
+    memory: Memory, flips: int, caplog: pytest.LogCaptureFixture, record_property: Record
 ) -> None:
+    record_property("trials", flips)
     caplog.set_level("CRITICAL", logger="flashpoint")
     flip_detect_and_repair(memory, flips=flips, seed=flips)
 
@@ -188,8 +191,9 @@ def received(session: Session, frames: list[bytes], asked: Data, digest: bytes) 
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "plain"])
 @pytest.mark.parametrize("flips", [400, pytest.param(3000, marks=pytest.mark.soak)])
 def test_31_a_flip_in_a_frame_is_detected_and_the_frame_taken_when_it_is_sent_again(
-    sealed: bool, flips: int
+    sealed: bool, flips: int, record_property: Record
 ) -> None:
+    record_property("trials", flips)
     rng = random.Random(flips)
     giver, taker = pair(sealed)
     tally: Counter[str] = Counter()
@@ -215,7 +219,11 @@ def test_31_a_flip_in_a_frame_is_detected_and_the_frame_taken_when_it_is_sent_ag
 @pytest.mark.parametrize("encrypt", [True, False], ids=["sealed", "plain"])
 @pytest.mark.parametrize("flips", [40, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_31_flips_on_a_real_line_are_never_committed(
-    encrypt: bool, flips: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    encrypt: bool,
+    flips: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    record_property: Record,
 ) -> None:
     caplog.set_level("CRITICAL", logger="flashpoint")
     hurry(monkeypatch)
@@ -236,4 +244,5 @@ def test_31_flips_on_a_real_line_are_never_committed(
             link.heal()
         nodes.save(step + 1)
         nodes.replicated(step + 1)
+    record_property("trials", flipped)
     print(f"{flipped} bits flipped on the way of {step} versions")
