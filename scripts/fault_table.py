@@ -157,7 +157,8 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.xml")
         start_s = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-m", "fault", f"--junitxml={results}", *arguments]
+        command = [sys.executable, "-m", "pytest", "-m", "fault", "-n", "2", "--dist", "worksteal"]
+        command += [f"--junitxml={results}", *arguments]
         code = subprocess.run(command, check=False).returncode
         if code in (0, 1):  # else nothing was run
             PAGE.write_text(Page(read(results), time.monotonic() - start_s).text())
