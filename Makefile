@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-node-loss demo-jax test lint format bench bench-jax notebooks docs soak wheel clean
+.PHONY: help setup demo demo-node-loss demo-jax faults test lint format bench bench-jax notebooks docs soak wheel clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -52,6 +52,9 @@ notebooks: $(STAMP) ## Run every notebook and keep its output
 
 docs: $(STAMP) ## Build the documentation into build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+
+faults: $(STAMP) ## Run the fault table and write docs/faults.md
+	$(PY) -m scripts.fault_table $(ARGS)
 
 soak: $(STAMP) ## Run the long tests
 	$(PY) -m pytest -m soak $(ARGS)

@@ -29,7 +29,7 @@ import numpy as np
 from flashpoint.checksums import Bytes
 from flashpoint.errors import NoSpaceError
 from flashpoint.locks import keep_from_children, try_lock
-from flashpoint.memory import PREFAULT_BYTES, file_system, human_bytes, prefault
+from flashpoint.memory import PREFAULT_BYTES, cgroup_memory_left, file_system, human_bytes, prefault
 from flashpoint.trace import traced
 
 POOL_NAME: Final = ".pool"
@@ -391,13 +391,18 @@ class BufferPool:
         os.makedirs(self.path, mode=0o700, exist_ok=True)
         with _turn(self.path), self._lock:
             used = self.used_bytes()
-            if used + nbytes > self.memory_limit_bytes:
+            if used + nbytes > self.memory_limit_bytes or self._fills_the_cgroup(nbytes):
                 used -= self._evict_other_sizes(*sizes)
             if used + nbytes > self.memory_limit_bytes:
                 raise NoSpaceError(
                     f"{self._job_root} holds {human_bytes(used)} and may hold "
                     f"{human_bytes(self.memory_limit_bytes)}, this version needs {human_bytes(nbytes)} more: "
                     "raise memory_limit_bytes or lower keep"
+                )
+            if self._fills_the_cgroup(nbytes):
+                raise NoSpaceError(
+                    f"the cgroup has {human_bytes(cgroup_memory_left() or 0)} of memory left, this version needs "
+                    f"{human_bytes(nbytes)} more: raise the container's memory limit, or lower keep"
                 )
             files: list[_NewFile] = []
             try:
@@ -409,6 +414,14 @@ class BufferPool:
                     self._in_use.discard(file.inode)
                 raise
             return files
+
+    def _fills_the_cgroup(self, nbytes: int) -> bool:
+        """Whether new pages are more than it has left: there the kernel does not refuse, it kills."""
+        left = cgroup_memory_left()
+        if left is None:
+            return False
+        promised = sum(max(status.st_size - status.st_blocks * 512, 0) for _, status in _files(self.path))
+        return nbytes > left - promised
 
     def _create_file(self, nbytes: int) -> _NewFile:
         path = f"{self.path}/{_prefix(self.owner)}{secrets.token_hex(8)}.buf"

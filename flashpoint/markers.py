@@ -8,6 +8,7 @@ is a save that goes on, an unlocked one is debris of a crash.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -89,6 +90,10 @@ def is_live(path: str) -> bool:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False  # a link: no process of ours has made it
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False

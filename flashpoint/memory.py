@@ -98,18 +98,30 @@ def default_memory_limit(path: str) -> int:
 
 def cgroup_memory_limit() -> int | None:
     """The memory limit of this process's cgroup in bytes (v2 or v1), or None where there is none."""
-    limits = [limit for path in _cgroup_files() if (limit := _number_in(path)) is not None]
-    return min(limits, default=None)
+    return min((limit for _, limit in _cgroup_limits()), default=None)
 
 
-def cgroup_memory_used() -> int | None:
-    """What the cgroup with the tightest limit uses in bytes, tmpfs included; None where there is no limit."""
-    limits = [(limit, path) for path in _cgroup_files() if (limit := _number_in(path)) is not None]
-    if not limits:
-        return None
-    folder = os.path.dirname(min(limits)[1])
-    used = (_number_in(f"{folder}/{name}") for name in ("memory.current", "memory.usage_in_bytes"))
-    return next((number for number in used if number is not None), None)
+def cgroup_memory_left() -> int | None:
+    """Bytes that this process's cgroups may still take before the kernel kills in them, or None without a limit.
+
+    All that lives in the cgroup counts: trainers, agents, and the tmpfs pages that they touched first. What the kernel
+    would drop by itself, the cache of files on disks, does not. A twentieth of the limit is left alone.
+    """
+    left = []
+    for path, limit in _cgroup_limits():
+        folder, name = os.path.split(path)
+        is_v2 = name == "memory.max"
+        used = _number_in(f"{folder}/{'memory.current' if is_v2 else 'memory.usage_in_bytes'}")
+        if used is not None:
+            droppable = _droppable_bytes(f"{folder}/memory.stat", "" if is_v2 else "total_")
+            left.append(int(limit * _TMPFS_SHARE) - used + droppable)
+    return max(min(left), 0) if left else None
+
+
+def _cgroup_limits() -> list[tuple[str, int]]:
+    """(file, limit in bytes) of each cgroup on the way to this process's that has one."""
+    limits = ((path, _number_in(path)) for path in _cgroup_files())
+    return [(path, limit) for path, limit in limits if limit is not None and limit < 1 << 60]  # v1: no limit
 
 
 def _number_in(path: str) -> int | None:
@@ -118,7 +130,28 @@ def _number_in(path: str) -> int | None:
             text = file.read().strip()
     except OSError:
         return None
-    return int(text) if text.isdigit() and int(text) < 1 << 60 else None  # v1: no limit is a huge number
+    return int(text) if text.isdigit() else None
+
+
+def _droppable_bytes(path: str, prefix: str) -> int:
+    """Of files on disks: the kernel counts the pages of a tmpfs as anonymous here."""
+    wanted = {f"{prefix}{name}" for name in ("inactive_file", "active_file", "slab_reclaimable")}
+    try:
+        with open(path, encoding="ascii") as file:
+            pairs = [line.split() for line in file]
+    except OSError:
+        return 0
+    return sum(int(number) for name, number in pairs if name in wanted)
+
+
+def cgroup_memory_used() -> int | None:
+    """What the cgroup with the tightest limit uses in bytes, tmpfs included; None where there is no limit."""
+    limits = [(limit, path) for path, limit in _cgroup_limits()]
+    if not limits:
+        return None
+    folder = os.path.dirname(min(limits)[1])
+    used = (_number_in(f"{folder}/{name}") for name in ("memory.current", "memory.usage_in_bytes"))
+    return next((number for number in used if number is not None), None)
 
 
 def _cgroup_files() -> list[str]:

@@ -340,6 +340,8 @@ class CheckpointObjectManager:
 
     def create_container(self, container: CheckpointContainerId) -> None:
         """Make the container's folder. The marker must be there first."""
+        if os.path.islink(container.path):
+            _unlink(container.path)  # what it leads to is not ours
         os.makedirs(container.path, mode=0o700, exist_ok=True)
 
     def link_object(
@@ -400,9 +402,11 @@ class CheckpointObjectManager:
         """Give a version up: manifest first, so that a crash in between leaves nothing that looks complete.
 
         Only what Flashpoint made is deleted, the index for stock readers with it, and the folder only if nothing
-        else is in it.
+        else is in it. Of a link, the link.
         """
         path = container.path
+        if os.path.islink(path):
+            return _unlink(path)
         _unlink(f"{path}/{MANIFEST_NAME}")
         for name in self._names(path):
             if (

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch.distributed as dist
 
 from flashpoint.coordinator import Coordinator, SingleProcessCoordinator
 from flashpoint.errors import DeadlineError, FlashpointError
 
+T = TypeVar("T")
 PIECE_BYTES: Final = 4 << 20  # a TCPStore drops the connection of who sends it more than 8 MiB at once
+ANSWER_S = 30.0  # for a store to answer what it need not wait for
+_STUCK_MAX: Final = 16  # calls that were left behind in a store that does not answer
 _WAIT_MIN: Final = timedelta(milliseconds=1)  # a store takes zero for "no timeout"
 
 
@@ -35,7 +39,8 @@ class TorchStoreCoordinator(Coordinator):
         self._store = store
         self._prefix = prefix
         self._pieces: dict[str, int] = {}  # of each large value that was published or fetched here
-        self._idle: list[dist.Store] = []
+        self._idle: list[_Connection] = []
+        self._stuck: set[Future[Any]] = set()
         self._lock = threading.Lock()
 
     def publish(self, key: str, value: bytes) -> None:
@@ -43,15 +48,19 @@ class TorchStoreCoordinator(Coordinator):
         pieces = [value[i : i + PIECE_BYTES] for i in range(0, len(value), PIECE_BYTES)] or [b""]
         if len(pieces) > 1:
             self._pieces[key] = len(pieces)
-        with self._connection(f"{key!r} was published") as store:
+
+        def publish(store: dist.Store) -> None:
             # The first piece comes last: who finds it finds the others. (The stubs know no bytes.)
             for n in reversed(range(1, len(pieces))):
                 store.set(f"{name}/{n}", pieces[n])  # type: ignore[arg-type]
             store.set(name, b"%d=%b" % (len(pieces), pieces[0]))  # type: ignore[arg-type]
 
+        self._call(publish, f"{key!r} was published", ANSWER_S)
+
     def fetch(self, key: str, timeout_s: float) -> bytes:
         name = f"{self._prefix}/{key}"
-        with self._connection(f"{key!r} was awaited") as store:
+
+        def fetch(store: dist.Store) -> bytes | DeadlineError:
             try:
                 store.wait([name], max(timedelta(seconds=timeout_s), _WAIT_MIN))
             except RuntimeError as error:
@@ -59,35 +68,90 @@ class TorchStoreCoordinator(Coordinator):
                     raise
                 deadline = DeadlineError(f"nothing was published under {key!r} within {timeout_s:g} s")
                 deadline.__cause__ = error
-            else:
-                count, _, value = bytes(store.get(name)).partition(b"=")
-                if int(count) == 1:
-                    return value
-                self._pieces[key] = int(count)
-                rest = [bytes(store.get(f"{name}/{n}")) for n in range(1, int(count))]
-                return b"".join((value, *rest))
-        raise deadline
+                return deadline
+            count, _, value = bytes(store.get(name)).partition(b"=")
+            if int(count) == 1:
+                return value
+            self._pieces[key] = int(count)
+            rest = [bytes(store.get(f"{name}/{n}")) for n in range(1, int(count))]
+            return b"".join((value, *rest))
+
+        found = self._call(fetch, f"{key!r} was awaited", timeout_s + ANSWER_S)
+        if isinstance(found, DeadlineError):
+            raise found
+        return found
 
     def remove(self, key: str) -> None:
         name = f"{self._prefix}/{key}"
-        with self._connection(f"{key!r} was removed") as store:
+        count = self._pieces.pop(key, 1)
+
+        def remove(store: dist.Store) -> None:
             store.delete_key(name)
-            for n in range(1, self._pieces.pop(key, 1)):
+            for n in range(1, count):
                 store.delete_key(f"{name}/{n}")
 
-    @contextmanager
-    def _connection(self, what: str) -> Iterator[dist.Store]:
-        """A connection for one call: an idle one, or a new one where all are waiting."""
+        self._call(remove, f"{key!r} was removed", ANSWER_S)
+
+    def _call(self, work: Callable[[dist.Store], T], what: str, timeout_s: float) -> T:
+        """Have ``work`` done over an idle connection, or a new one where all are waiting."""
         with self._lock:
-            store = self._idle.pop() if self._idle else None
+            if len(self._stuck) >= _STUCK_MAX:
+                raise DeadlineError(f"the job's store does not answer: {what} was not tried")
+            connection = self._idle.pop() if self._idle else _Connection(self._store)
+        call = connection.begin(work)
         try:
-            if store is None:
-                store = cast(dist.Store, self._store.clone())  # type: ignore[attr-defined]
-            yield store
+            answer = call.result(timeout_s)
+        except TimeoutError:
+            with self._lock:
+                self._stuck.add(call)
+            call.add_done_callback(self._stuck.discard)
+            raise DeadlineError(
+                f"the job's store did not answer within {timeout_s:g} s while {what}"
+            ) from None
         except RuntimeError as error:  # this connection is not used again
             raise FlashpointError(f"the job's store is gone while {what}: {error}") from error
         with self._lock:
-            self._idle.append(store)
+            self._idle.append(connection)
+        return answer
+
+
+class _Connection:
+    """A clone of a store, and a thread that waits in it.
+
+    Nothing that a `TCPStore` does ends by itself while its server is stopped or cut off, not even a wait with a
+    timeout: that asks the server to cancel it. Who calls has a deadline; the thread is left behind.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(
+            target=_serve, args=(store, self._calls), name="flashpoint-store", daemon=True
+        ).start()
+
+    def begin(self, work: Callable[[dist.Store], T]) -> Future[T]:
+        call: Future[T] = Future()
+        self._calls.put((work, call))
+        return call
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+
+def _serve(
+    store: dist.Store, calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None]
+) -> None:
+    clone: dist.Store | None = None
+    while (order := calls.get()) is not None:
+        work, call = order
+        try:
+            if clone is None:
+                clone = cast(dist.Store, store.clone())  # type: ignore[attr-defined]
+            call.set_result(work(clone))
+        except BaseException as error:
+            call.set_exception(error)
+        del order, work, call
 
 
 def default_coordinator() -> tuple[Coordinator, str]:

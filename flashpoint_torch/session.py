@@ -334,6 +334,7 @@ class Flashpoint:
         self._report(handle.step, error)
         if self.config.strict or not isinstance(error, DEGRADES) or isinstance(error, CheckpointExistsError):
             raise error
+        error.__traceback__ = None  # its frames would hold the state for as long as anyone has the handle
         self._last = handle
 
     def _submit(self, handle: SaveHandle | None, work: Callable[[], None]) -> None:

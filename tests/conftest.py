@@ -18,6 +18,13 @@ settings.load_profile("flashpoint")
 SHARED_MEMORY = "/dev/shm"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What `scripts.fault_table` reads from the results: a test's name, and the rows that it belongs to."""
+    for item in items:
+        if rows := [str(row) for mark in item.iter_markers("fault") for row in mark.args]:
+            item.user_properties += [("fault", " ".join(rows)), ("test", item.nodeid)]
+
+
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees the FLASHPOINT_* settings of whoever runs it."""

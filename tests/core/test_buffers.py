@@ -67,6 +67,7 @@ def test_a_buffer_has_exactly_the_size_asked_for_and_all_its_pages(pool):
         assert file.read() == b"\7" * (3 * 4096)
 
 
+@pytest.mark.fault(18)
 def test_a_large_buffer_is_allocated_though_a_signal_comes_every_few_milliseconds(pool, monkeypatch):
     # As a kernel does that is interrupted: nothing of a long call stays, and it is made again.
     real, tries = os.posix_fallocate, []
@@ -702,6 +703,7 @@ def small_tmpfs(tmp_path):
 
 
 @pytest.mark.root
+@pytest.mark.fault(14)
 def test_a_full_tmpfs_is_an_error_with_numbers_and_leaves_no_file(small_tmpfs):
     root = f"{small_tmpfs}/job"
     pool = pool_of(root)
@@ -735,6 +737,7 @@ def test_a_full_tmpfs_makes_free_files_of_other_sizes_go_and_ends_the_grace_peri
 
 
 @pytest.mark.root
+@pytest.mark.fault(14)
 def test_a_tmpfs_that_others_filled_meanwhile_is_a_clean_error_too(small_tmpfs):
     pool = pool_of(f"{small_tmpfs}/job")
     with open(f"{small_tmpfs}/other", "wb") as file:

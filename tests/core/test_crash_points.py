@@ -128,8 +128,8 @@ def die_at_every_call(say, parent: str, overwrite: bool) -> None:
     say(outcomes)
 
 
-@pytest.mark.fault(10)
 @pytest.mark.parametrize("overwrite", [False, True], ids=["a new step", "a step replaced"])
+@pytest.mark.fault(2, 3, 10)
 def test_wherever_a_save_is_killed_a_whole_version_is_there_and_the_next_job_goes_on(job_root, overwrite):
     with process(die_at_every_call, job_root, overwrite) as other:
         outcomes = other.hear()
@@ -141,8 +141,8 @@ def test_wherever_a_save_is_killed_a_whole_version_is_there_and_the_next_job_goe
     assert outcomes == sorted(outcomes)  # once the new version counts, it counts
 
 
-@pytest.mark.fault(18)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EMFILE])
+@pytest.mark.fault(18)
 def test_wherever_a_call_fails_the_save_fails_or_succeeds_and_the_job_goes_on(job_root, number):
     for n in range(1, CALLS_MAX):
         root = tempfile.mkdtemp(dir=job_root)
@@ -195,7 +195,7 @@ def kill_a_world(say, parent: str, points: list[int]) -> None:
     say("done")
 
 
-@pytest.mark.fault(10)
+@pytest.mark.fault(3, 10)
 def test_wherever_a_world_of_three_is_killed_all_ranks_recover_the_same_step(job_root):
     with process(kill_a_world, job_root, list(range(1, 150, 7))) as other:
         assert other.hear() == "done"

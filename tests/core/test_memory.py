@@ -6,6 +6,7 @@ import pytest
 
 from flashpoint import memory
 from flashpoint.memory import (
+    cgroup_memory_left,
     cgroup_memory_limit,
     default_memory_limit,
     file_system,
@@ -81,3 +82,30 @@ def test_prefaulting_keeps_what_is_there_and_reads_read_only_memory(job_root):
     prefault_read(readable, 0, len(readable))
     assert readable.tobytes() == data.tobytes()
     assert os.path.getsize(path) == len(data)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_a_cgroup_has_left_counts_files_that_can_be_dropped_and_leaves_a_twentieth(
+    tmp_path, monkeypatch, version
+):
+    names = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        if version == 1
+        else ("memory.max", "memory.current", "")
+    )
+    outer, inner = tmp_path, tmp_path / "inner"
+    inner.mkdir()
+    for folder, limit, used in ((outer, "10000", 2000), (inner, "4000", 1000)):
+        (folder / names[0]).write_text(f"{limit}\n")
+        (folder / names[1]).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(
+            f"{names[2]}inactive_file 300\n{names[2]}active_file 200\nother 7\n"
+        )
+    monkeypatch.setattr(memory, "_cgroup_files", lambda: [f"{inner}/{names[0]}", f"{outer}/{names[0]}"])
+    assert cgroup_memory_left() == 3800 - 1000 + 500
+    (outer / names[1]).write_text("9000")
+    assert cgroup_memory_left() == 9500 - 9000 + 500
+    (outer / names[1]).write_text("12000")
+    assert cgroup_memory_left() == 0
+    monkeypatch.setattr(memory, "_cgroup_files", lambda: [f"{tmp_path}/missing/{names[0]}"])
+    assert cgroup_memory_left() is None

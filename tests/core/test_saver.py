@@ -132,6 +132,7 @@ def test_the_marker_comes_first_and_goes_last(three):
     assert tree(three.root) == complete_tree(5, 3)
 
 
+@pytest.mark.fault("D")
 def test_a_version_is_dirty_until_the_last_rank_has_finalized(three):
     ranks_may_finalize = [threading.Event() for _ in range(3)]
     has_written = threading.Barrier(4)
@@ -825,6 +826,7 @@ def test_the_newest_versions_are_kept(job_root, keep, left):
     job.close()
 
 
+@pytest.mark.fault(39)
 def test_the_version_of_a_later_epoch_overrules_even_at_a_lower_step(job_root):
     first = Job(job_root, 1)
     first.save(100)
@@ -846,6 +848,7 @@ def test_the_version_just_saved_is_never_the_one_given_up(job_root):
     second.close()
 
 
+@pytest.mark.fault("D")
 def test_nothing_older_is_given_up_before_every_rank_has_cleared_its_marker(job_root):
     job = Job(job_root, 2)
     job.save(1)

@@ -277,6 +277,7 @@ def test_an_object_that_is_not_what_the_manifest_says_is_corrupt(job, damage):
         view["own"]
 
 
+@pytest.mark.fault(24)
 def test_objects_swapped_between_versions_are_noticed(job_root):
     job = Single(job_root, keep=2)
     for step in (1, 2):

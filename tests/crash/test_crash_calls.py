@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 KILLS = ["killed-before", "killed-after"]
 FAILURES = ["EIO", "ENOSPC", "EINTR", "short"]
 BOTH = [
-    pytest.param(KILLS, marks=pytest.mark.fault(10), id="killed"),
-    pytest.param(FAILURES, marks=pytest.mark.fault(18), id="failed"),
+    pytest.param(KILLS, id="killed"),
+    pytest.param(FAILURES, id="failed"),
 ]
 GROUPS = {
     "save": ["save", "save over a step", "finalize", "retention"],
@@ -74,6 +74,7 @@ def options_of(name: str, values: list[str]) -> list[str]:
 # ---- the points -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(10, 18)
 @pytest.mark.parametrize("kinds", BOTH)
 @pytest.mark.parametrize("group", GROUPS)
 def test_at_a_sample_of_calls_no_invariant_breaks(job_root: str, group: str, kinds: list[str]) -> None:

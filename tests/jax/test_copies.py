@@ -128,6 +128,7 @@ def files_of(root: str, step: int) -> dict[str, bytes]:
 # ---- nodes are lost -------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(6)
 def test_a_lost_node_has_all_again_from_its_peers() -> None:
     with Cluster(3) as cluster:
         cluster.run(save, [1, 2, 3])
@@ -151,6 +152,7 @@ def end(root: str, settings: Any) -> None:
     mirror.close_mirrors()
 
 
+@pytest.mark.fault(7)
 def test_what_is_not_replicated_is_lost_with_its_node_and_the_one_before_comes_back() -> None:
     """Orbax has deleted the one before by then, and keeps on the survivor the one that nobody can complete."""
     with Cluster(2) as cluster:
@@ -171,6 +173,7 @@ def test_what_is_not_replicated_is_lost_with_its_node_and_the_one_before_comes_b
             assert (answer["step"], answer["tier"]) == (2, "local")
 
 
+@pytest.mark.fault(9)
 def test_more_nodes_are_lost_than_there_are_copies(tmp_path: Path) -> None:
     with Cluster(3) as cluster:
         cluster.run(save, [1])
@@ -204,6 +207,7 @@ def fall_back(root: str, settings: Any, storage: str) -> str:
     return "ok"
 
 
+@pytest.mark.fault(40)
 def test_fewer_processes_go_on_from_what_more_have_saved() -> None:
     with Cluster(3) as cluster:
         cluster.run(save, [1, 2])
@@ -216,6 +220,7 @@ def test_fewer_processes_go_on_from_what_more_have_saved() -> None:
             assert (answer["step"], answer["tier"]) == (3, "local")
 
 
+@pytest.mark.fault(40)
 def test_processes_may_find_themselves_on_other_nodes() -> None:
     with Cluster(3) as cluster:
         cluster.run(save, [1])
@@ -354,6 +359,7 @@ def test_several_items_come_back_of_one_step() -> None:
         assert cluster.run(recover_two) == [(2, "peer")] * 2
 
 
+@pytest.mark.fault(20)
 def test_a_corrupt_object_is_replaced_by_a_peers_copy_in_orbax_s_folder_too() -> None:
     with Cluster(2) as cluster:
         cluster.run(save, [1])

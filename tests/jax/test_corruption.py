@@ -164,8 +164,8 @@ def test_a_folder_holds_no_file_that_these_tests_do_not_know(job_root: str) -> N
 # ---- one process ------------------------------------------------------------------------------------
 
 
-def flip_and_restore(job_root: str, *, seed: int, flips: int) -> None:
-    """So many flips in every region of every file."""
+def flip_and_restore(job_root: str, *, seed: int, flips: int) -> int:
+    """So many flips in every region of every file; how many that were."""
     rng = random.Random(seed)
     folder = Path(job_root, str(NEWER), "default")
     tally: Counter[str] = Counter()
@@ -187,18 +187,24 @@ def flip_and_restore(job_root: str, *, seed: int, flips: int) -> None:
         for way in (*WAYS, of_metadata):
             way(m, NEWER)  # nothing of all this is remembered
     print(f"{tally.total()} flips:", dict(tally))
+    return tally.total()
 
 
-def test_a_flipped_bit_is_never_restored(job_root: str) -> None:
-    flip_and_restore(job_root, seed=0, flips=24)
+@pytest.mark.fault(20)
+def test_a_flipped_bit_is_never_restored(job_root: str, record_property: Callable[[str, int], None]) -> None:
+    record_property("trials", flip_and_restore(job_root, seed=0, flips=24))
 
 
+@pytest.mark.fault(20)
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_thousands_of_flipped_bits_are_never_restored(job_root: str) -> None:
-    flip_and_restore(job_root, seed=1, flips=400)
+def test_thousands_of_flipped_bits_are_never_restored(
+    job_root: str, record_property: Callable[[str, int], None]
+) -> None:
+    record_property("trials", flip_and_restore(job_root, seed=1, flips=400))
 
 
+@pytest.mark.fault(22)
 def test_a_file_of_another_length_is_never_restored(job_root: str) -> None:
     rng = random.Random(0)
     folder = Path(job_root, str(NEWER), "default")
@@ -219,6 +225,7 @@ def test_a_file_of_another_length_is_never_restored(job_root: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "older", "empty folder"])
+@pytest.mark.fault(24)
 def test_a_file_that_is_gone_or_another_steps_is_never_restored(job_root: str, damage: str) -> None:
     folder, older = Path(job_root, str(NEWER), "default"), Path(job_root, str(OLDER), "default")
     with saved(job_root) as m:
@@ -358,6 +365,7 @@ def restore_newer_then_older(root: str, per_host: bool) -> bool:
 
 
 @pytest.mark.parametrize("per_host", [False, True], ids=["global", "per-host"])
+@pytest.mark.fault(20, "E")
 def test_damage_that_one_process_finds_is_an_error_on_both(
     workers: Workers, job_root: str, per_host: bool
 ) -> None:

@@ -182,10 +182,12 @@ def kill_at_random(
     return sum(job.phases[phase] for phase in ("stage", "write", "rename", "retire"))
 
 
+@pytest.mark.fault(1, 2, 3, 5, "G")
 def test_one_process_killed_at_14_random_moments(server: Server, job_root: str, tmp_path: Path) -> None:
     assert kill_at_random(server, job_root, tmp_path, world_size=1, seed=0, kills=14)
 
 
+@pytest.mark.fault(1, 2, 3)
 def test_two_processes_killed_at_6_random_moments(server: Server, job_root: str, tmp_path: Path) -> None:
     kill_at_random(server, job_root, tmp_path, world_size=2, seed=0, kills=6)
 

@@ -301,6 +301,7 @@ def test_what_was_restored_does_not_change_when_its_buffer_is_written_again(job_
         trees.assert_equal(found, state)
 
 
+@pytest.mark.fault("B")
 def test_what_is_saved_is_the_state_at_the_call(job_root: str) -> None:
     step = jax.jit(lambda w: w + 1, donate_argnums=0)
     host = np.zeros(1 << 16)

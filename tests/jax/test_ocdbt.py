@@ -263,6 +263,7 @@ def read_all(files: dict[str, bytes]) -> None:
     reader.get(b"a/0")
 
 
+@pytest.mark.fault(20)
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_any_flipped_bit_is_an_error(name):
     for position in range(len(SMALL[name])):

@@ -172,6 +172,7 @@ def test_without_the_token_nothing_is_told(server, token):
         "/step-1_ckpt/\udcff",
     ],
 )
+@pytest.mark.fault(35)
 def test_only_the_exact_names_of_what_a_version_holds_are_served(server, job_root, path):
     write(job_root, {"secret": b"s", "step-1_ckpt/secret": b"s"})
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=10)
@@ -191,6 +192,7 @@ def test_an_object_that_the_manifest_does_not_name_is_not_served(server, path):
     assert request(server, "/step-1_ckpt/rank00000-7.safetensors")[0] == 404
 
 
+@pytest.mark.fault(36)
 def test_links_and_pipes_are_not_followed(server, path, tmp_path):
     (tmp_path / "outside").write_bytes(b"secret")
     for make in (lambda name: os.symlink(tmp_path / "outside", name), os.mkfifo):
@@ -249,6 +251,7 @@ def test_a_token_is_long_and_fits_into_a_header(job_root, token):
 # ---- life ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(32)
 def test_too_many_connections_are_closed_and_the_others_served(server, monkeypatch):
     address = server._server.server_address
     held = [socket.create_connection(address) for _ in range(remote.CONNECTIONS_MAX)]

@@ -368,11 +368,12 @@ def train(
     saves: int = 10**9,
     waits_for: str = "replicated",
     patience_s: float = JOIN_S,
+    interval_s: float = 0.0,
     lingers: bool = False,
     kib: int = KIB,
     **settings: Any,
 ) -> list[int]:
-    """Recover, then save one step after the other, as fast as can be.
+    """Recover, then save one step after the other, as fast as can be, or at an interval.
 
     The log (`lines_of`) has one line for each moment: ``ready EPOCH``, ``recovered STEP TIER``, ``saving STEP``,
     ``complete STEP``, ``replicated STEP``, ``failed STEP REASON``, ``idle``.
@@ -396,6 +397,7 @@ def train(
         log.write("recovered", last, found.tier if found else "")
         for step in range(last + 1, last + 1 + saves):
             log.write("saving", step)
+            next_s = time.monotonic() + interval_s
             handle = fp.async_save(node_state(step, rank, kib=kib), step)
             for moment in ("complete", "replicated"):
                 if not handle.wait(moment, timeout_s=patience_s):
@@ -405,6 +407,7 @@ def train(
                 if moment == waits_for:
                     reached.append(step)
                     break
+            time.sleep(max(next_s - time.monotonic(), 0.0))
         if lingers:
             log.write("idle")
             time.sleep(10 * JOIN_S)

@@ -1,8 +1,11 @@
 """The coordinator over torch's stores."""
 
+import os
 import random
+import signal
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,9 @@ import torch.distributed as dist
 from flashpoint.coordinator import Coordinator, SingleProcessCoordinator
 from flashpoint.errors import DeadlineError, FlashpointError
 from flashpoint.testing import CoordinatorConformance
+from flashpoint_torch import coordinator
 from flashpoint_torch.coordinator import PIECE_BYTES, TorchStoreCoordinator, default_coordinator
+from tests.core.processes import process
 from tests.torch.workers import Workers
 
 
@@ -154,3 +159,35 @@ def test_one_rank_needs_no_store(workers: Workers) -> None:
 
 def kind_of_coordinator() -> str:
     return type(default_coordinator()[0]).__name__
+
+
+def hold_a_store(say: Callable[[object], None]) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    say(store.port)
+    say("the end")
+
+
+def test_a_store_that_is_stopped_holds_nobody_up_and_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "ANSWER_S", 0.2)
+    with process(hold_a_store) as server:
+        store = dist.TCPStore("127.0.0.1", server.hear(), is_master=False)
+        one = TorchStoreCoordinator(store, rank=0, world_size=2, local_rank=0)
+        one.publish("a", b"1")
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            for _ in range(20):  # no thread more than a bound is left behind
+                with pytest.raises(DeadlineError, match="the job's store does not|within"):
+                    one.fetch("b", 0.1)
+            assert time.monotonic() - began_s < 60
+            assert sum(thread.name == "flashpoint-store" for thread in threading.enumerate()) < 40
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                assert one.fetch("a", 5.0) == b"1"
+                break
+            except DeadlineError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)

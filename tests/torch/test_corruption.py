@@ -332,6 +332,7 @@ def damage_and_detect(job_root: str, *, seed: int, times: int = 1) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.fault(20, 22, 23, 24, 25)
 def test_2000_damages_are_all_detected(job_root: str) -> None:
     damage_and_detect(job_root, seed=0)
 
@@ -343,6 +344,7 @@ def test_40000_damages_are_all_detected(job_root: str) -> None:
     damage_and_detect(job_root, seed=1, times=20)
 
 
+@pytest.mark.fault(21)
 def test_versions_that_are_all_damaged_leave_the_state_alone(job_root: str) -> None:
     with fpt.init(job_root, **SETTINGS) as fp:
         for step in (OLDER, NEWER):
@@ -403,6 +405,7 @@ def cut_and_save_on(rank: int, job_root: str) -> list[bool]:
         return [fp.save(state_of(step, kib=KIB), step).done() for step in range(3, 9)]
 
 
+@pytest.mark.fault(22)
 def test_a_buffer_that_was_cut_is_never_written_again(job_root: str) -> None:
     """To write where no page is any more is a SIGBUS, which kills the trainer."""
     assert Launcher(1).run(cut_and_save_on, job_root) == [[True] * 6]
@@ -433,6 +436,7 @@ RANK_DAMAGES: list[Damage] = [
 
 
 @pytest.mark.parametrize(("world_size", "trials"), [(2, 32), (1, 160)])
+@pytest.mark.fault(20, 22, 24, "E")
 def test_damages_to_what_two_ranks_saved(job_root: str, tmp_path: Path, world_size: int, trials: int) -> None:
     """Whether two ranks recover or one, no rank takes a value before every object has proved right."""
     whole = f"{job_root}/whole"

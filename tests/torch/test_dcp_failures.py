@@ -236,6 +236,7 @@ def failing_system_call(job_root: str, name: str, rank: int) -> list[str]:
     ("name", "rank"),
     [("link", 0), ("link", 1), ("makedirs", 0), ("makedirs", 1), ("rename", 0)],  # rank 0 writes the manifest
 )
+@pytest.mark.fault(18)
 def test_a_system_call_that_fails_on_one_rank_fails_the_save_on_all(
     workers: Workers, job_root: str, name: str, rank: int
 ) -> None:

@@ -126,6 +126,7 @@ def rank_1_leaves_a_save_out(job_root: str) -> tuple[str, float]:
     return text, seconds
 
 
+@pytest.mark.fault("H")
 def test_a_rank_that_does_not_save_is_named_and_the_next_save_succeeds(
     workers: Workers, job_root: str
 ) -> None:
@@ -147,6 +148,7 @@ def only_rank_1_saves(job_root: str) -> str:
     return text
 
 
+@pytest.mark.fault(12, "H")
 def test_a_leader_that_does_not_save_is_named(workers: Workers, job_root: str) -> None:
     text = workers.run(2, only_rank_1_saves, job_root)[1]
     assert "step 1" in text

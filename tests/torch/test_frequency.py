@@ -153,6 +153,7 @@ def on_ranks(skews: list[tuple[float, float]]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "skews", [[(0.0, 1.0), (1e9, 1.0)], [(0.0, 1.0), (0.0, 50.0)], [(1e9, 1.0), (0.0, 1e-3)]]
 )
+@pytest.mark.fault(39)
 def test_ranks_agree_though_their_clocks_do_not(workers: Workers, skews: list[tuple[float, float]]) -> None:
     wanted = [due for _, due in SECONDS_AMONG_RANKS]
     assert workers.run(2, on_ranks, skews) == [wanted, wanted]

@@ -170,10 +170,12 @@ def kill_two_ranks(job_root: str, folder: Path, seeds: range, kills: int) -> Non
     assert sum(phases[phase] for phase in INSIDE) >= phases.total() / 4
 
 
+@pytest.mark.fault(1, 2, 3, 5, "G")
 def test_killed_at_160_random_moments(job_root: str, tmp_path: Path) -> None:
     kill_one_process(job_root, tmp_path, range(4), 40)
 
 
+@pytest.mark.fault(1, 2, 3, 5)
 def test_two_ranks_killed_at_40_random_moments(job_root: str, tmp_path: Path) -> None:
     kill_two_ranks(job_root, tmp_path, range(2), 20)
 
@@ -185,6 +187,7 @@ def test_killed_at_2000_random_moments(job_root: str, tmp_path: Path, kill: Call
     kill(job_root, tmp_path, range(100, 120), 100)
 
 
+@pytest.mark.fault(1, 2, 3, 10)
 def test_killed_before_every_change_to_the_file_system(job_root: str, tmp_path: Path) -> None:
     """Of a start on a crash's debris, a recovery, three saves, and the retirement of what is older.
 
@@ -204,6 +207,7 @@ def test_killed_before_every_change_to_the_file_system(job_root: str, tmp_path: 
     assert all(job.phases[phase] for phase in ("init", "stage", "write", "commit", "retire"))
 
 
+@pytest.mark.fault(3, 10)
 def test_one_of_two_ranks_killed_before_its_changes(job_root: str, tmp_path: Path) -> None:
     """So that the protocol between the ranks is cut everywhere; the other is killed a little later."""
     rng = random.Random(0)
@@ -223,6 +227,7 @@ def test_one_of_two_ranks_killed_before_its_changes(job_root: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.fault("H")
 def test_one_rank_is_killed_and_the_other_goes_on(job_root: str, tmp_path: Path, victim: int) -> None:
     """Its saves fail within their deadline and name the missing rank; what was complete stays."""
     job = Job(job_root, tmp_path, keep=1, world_size=2)
@@ -261,6 +266,7 @@ def test_children_that_outlive_a_killed_trainer_hold_nothing_up(job_root: str, t
 
 
 @pytest.mark.parametrize("where", ["half staged", "half sealed", "half a manifest"])
+@pytest.mark.fault(1, 2)
 def test_killed_in_the_middle_of_a_copy(job_root: str, tmp_path: Path, where: str) -> None:
     """Between two file-system calls: with half the bytes of a buffer or of the manifest written."""
     job = Job(job_root, tmp_path, keep=2)

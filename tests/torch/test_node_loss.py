@@ -85,6 +85,7 @@ def recovered(cluster: Cluster, log: Path) -> list[list[str]]:
     ("nodes", "ranks", "copies"),
     [(2, 1, 1), (2, 2, 1), (3, 1, 1), (3, (2, 1, 2), 2), (4, 1, 2), (5, 2, 1), (8, 1, 1)],
 )
+@pytest.mark.fault(6, 8)
 def test_what_was_lost_comes_back_from_peers(tmp_path: Path, nodes: int, ranks: Any, copies: int) -> None:
     per_node = ranks if isinstance(ranks, int) else list(ranks)
     losses = list(itertools.combinations(range(nodes), copies))
@@ -103,6 +104,7 @@ def test_what_was_lost_comes_back_from_peers(tmp_path: Path, nodes: int, ranks: 
             until(lambda step=step: held(cluster, step) == expected, f"{expected} is held of {step}", cluster)
 
 
+@pytest.mark.fault(6)
 def test_every_node_may_be_replaced_one_after_the_other(tmp_path: Path) -> None:
     with Cluster(3) as cluster:
         save_and_idle(cluster, tmp_path / "first")
@@ -125,6 +127,7 @@ def test_a_job_of_one_node_has_no_peers_and_loses_all(tmp_path: Path) -> None:
         assert (answer["step"], answer["tier"], answer["exact"]) == (77, "storage", True)
 
 
+@pytest.mark.fault(9, "E")
 def test_more_nodes_lost_than_copies(tmp_path: Path) -> None:
     with Cluster(3, ranks_per_node=2) as cluster:
         save_and_idle(cluster, tmp_path / "log")
@@ -175,7 +178,13 @@ def test_a_fallback_may_be_the_path_of_a_dcp_checkpoint(tmp_path: Path) -> None:
 # ---- at any moment --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 5))])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.fault(7)),
+        *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 5)),
+    ],
+)
 def test_a_node_is_lost_while_replication_is_under_way(tmp_path: Path, seed: int) -> None:
     """At 20 random moments for each seed: the newest version that was replicated loads, or a newer one."""
     rng, under_way, lost_steps = random.Random(seed), 0, 0
@@ -215,6 +224,7 @@ def try_to_recover(rank: int, job_root: str, **settings: Any) -> str:
         return str(failure.value)
 
 
+@pytest.mark.fault(14)
 def test_without_room_for_what_was_lost_nobody_starts_from_scratch(tmp_path: Path) -> None:
     with Cluster(3) as cluster:
         save_and_idle(cluster, tmp_path / "log")
@@ -231,6 +241,7 @@ def test_without_room_for_what_was_lost_nobody_starts_from_scratch(tmp_path: Pat
 
 
 @pytest.mark.parametrize("moment", ["complete", "replicated"])
+@pytest.mark.fault(4, "F")
 def test_a_killed_agent_is_started_again_and_catches_up(tmp_path: Path, moment: str) -> None:
     log = str(tmp_path / "log")
     with Cluster(3) as cluster:
@@ -255,6 +266,7 @@ def test_a_killed_agent_is_started_again_and_catches_up(tmp_path: Path, moment: 
         assert held(cluster, step) == placed(cluster)
 
 
+@pytest.mark.fault(11)
 def test_training_goes_on_while_an_agent_hangs(tmp_path: Path) -> None:
     """A save may be skipped while the one before it waits for the agent's answer, but that is all."""
     log = str(tmp_path / "log")
@@ -292,6 +304,7 @@ def test_a_job_that_ends_leaves_one_version_and_no_agent(tmp_path: Path) -> None
 # ---- retention ------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(7)
 def test_an_older_version_goes_only_when_the_newer_is_replicated(tmp_path: Path) -> None:
     log = str(tmp_path / "log")
     with Cluster(2) as cluster:

@@ -47,6 +47,7 @@ def save_with_evil(job_root: str, trap: Path) -> None:
     trap.unlink(missing_ok=True)
 
 
+@pytest.mark.fault(38)
 def test_a_planted_value_is_not_executed_by_recover(job_root: str, tmp_path: Path) -> None:
     trap = tmp_path / "executed"
     save_with_evil(job_root, trap)
@@ -62,6 +63,7 @@ def test_a_planted_value_is_not_executed_by_recover(job_root: str, tmp_path: Pat
     assert trap.exists()  # the trap works
 
 
+@pytest.mark.fault(38)
 def test_a_planted_value_is_not_executed_by_dcp_load(job_root: str, tmp_path: Path) -> None:
     trap = tmp_path / "executed"
     save_with_evil(job_root, trap)
@@ -90,6 +92,7 @@ def test_a_value_left_out_is_not_looked_at(job_root: str, tmp_path: Path) -> Non
     assert not trap.exists()
 
 
+@pytest.mark.fault(38)
 def test_a_pickle_planted_as_manifest_is_not_executed(job_root: str, tmp_path: Path) -> None:
     trap = tmp_path / "executed"
     with fpt.init(job_root) as fp:

@@ -135,6 +135,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.fault("A")
 def test_a_changed_state_is_saved_as_it_is(job_root: str, change: Callable[[dict[str, Any]], None]) -> None:
     state = first()
     with fpt.init(job_root, keep=0) as fp:
@@ -180,6 +181,7 @@ def test_an_unchanged_state_is_planned_once() -> None:
     assert cache.plan(other)[0] is plan
 
 
+@pytest.mark.fault("A")
 def test_the_values_of_each_moment_are_saved(job_root: str) -> None:
     state = first()
     with fpt.init(job_root, keep=0) as fp:

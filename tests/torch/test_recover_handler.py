@@ -92,6 +92,7 @@ def test_a_loader_with_workers_of_its_own(job_root: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("told", [(1,), pytest.param((0, 1), marks=pytest.mark.soak)])
+@pytest.mark.fault("I")
 def test_sigterm_saves_on_all_ranks(job_root: str, tmp_path: Path, told: tuple[int, ...]) -> None:
     log, launcher, total = str(tmp_path / "log"), Launcher(2), 10**6
     workers = launcher.start(recovering.train, job_root, log, total, freq_steps=None)

@@ -50,6 +50,7 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+@pytest.mark.fault(20)
 def test_a_corrupt_object_is_replaced_by_the_peers_copy(cluster: Cluster) -> None:
     own, copy = objects_of(cluster, 2, rank=0)
     good = copy.read_bytes()
@@ -68,6 +69,7 @@ def test_a_missing_object_is_had_from_the_peer(cluster: Cluster) -> None:
     assert own.read_bytes() == copy.read_bytes()
 
 
+@pytest.mark.fault(21)
 def test_where_all_copies_are_corrupt_the_older_version_serves(cluster: Cluster) -> None:
     for path in objects_of(cluster, 2, rank=0):
         flip(path, 5000)
@@ -83,6 +85,7 @@ def test_a_copy_that_nobody_needs_now_may_be_corrupt(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("offset", [3, -40, -5])
+@pytest.mark.fault(20, 25)
 def test_a_garbled_manifest_is_replaced_by_the_peers(cluster: Cluster, offset: int) -> None:
     paths = [Path(node.job_root) / "step-2_ckpt" / MANIFEST_NAME for node in cluster.nodes]
     good = paths[1].read_bytes()

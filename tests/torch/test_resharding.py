@@ -99,6 +99,7 @@ def load_all(job_root: str, count: int) -> None:
 
 @pytest.mark.parametrize("through_dcp", [False, True])
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 1), (1, 2), (2, 3), (3, 2), (4, 3), (1, 4)])
+@pytest.mark.fault(40)
 def test_another_number_of_ranks(
     workers: Workers, job_root: str, saved_by: int, loaded_by: int, through_dcp: bool
 ) -> None:
@@ -146,6 +147,7 @@ def load_own(job_root: str, from_rank: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "from_rank"), [(2, [0, 1]), (1, [0]), (3, [0, 1, 0])])
+@pytest.mark.fault(40)
 def test_every_rank_gets_its_own_and_new_ranks_that_of_the_first(
     workers: Workers, job_root: str, world_size: int, from_rank: list[int]
 ) -> None:

@@ -112,6 +112,7 @@ def test_so_many_versions_are_kept(job_root: str, keep: int) -> None:
 # ---- copied, never aliased --------------------------------------------------------------------------
 
 
+@pytest.mark.fault("B")
 def test_training_may_change_everything_once_it_is_staged(job_root: str) -> None:
     held = threading.Event()
     with fpt.init(job_root) as fp:

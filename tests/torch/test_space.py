@@ -119,6 +119,7 @@ def recovers(fp: fpt.Flashpoint, step: int) -> None:
 @pytest.mark.parametrize(
     ("limit", "numbers"), [(0, ["60.8 MiB", "80.0 MiB"]), (1 << 30, ["of 64.0 MiB free", "80.0 MiB"])]
 )
+@pytest.mark.fault(14)
 def test_a_state_larger_than_the_tmpfs(mount: Mount, alone: Any, limit: int, numbers: list[str]) -> None:
     """By the budget, or, where that was set too high, by the tmpfs itself."""
     alone(_larger_than_the_tmpfs, mount("size=64m") + "/job", limit, numbers)
@@ -208,6 +209,7 @@ def _memory_limit(job_root: str) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.fault(14)
 def test_room_that_comes_back(mount: Mount, alone: Any) -> None:
     alone(_comes_back, mount("size=32m"))
 
@@ -230,6 +232,7 @@ def _comes_back(path: str) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize("leave", [0, 2048, 4096])
+@pytest.mark.fault(14)
 def test_full_between_the_allocation_and_the_manifest(mount: Mount, alone: Any, leave: int) -> None:
     alone(_full_before_manifest, mount("size=32m"), leave)
 
@@ -257,6 +260,7 @@ def _full_before_manifest(path: str, leave: int) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.fault(15)
 def test_a_tmpfs_that_is_made_smaller(mount: Mount, alone: Any) -> None:
     alone(_made_smaller, mount("size=64m"))
 
@@ -320,6 +324,7 @@ def _without_inodes(path: str) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize("fresh", [False, True], ids=["same process", "fresh process"])
+@pytest.mark.fault(23)
 def test_a_hole_in_an_object_of_a_full_tmpfs(mount: Mount, alone: Any, fresh: bool) -> None:
     """To read it would need a page that is not to be had, which is a SIGBUS."""
     path = mount("size=32m")
@@ -355,6 +360,7 @@ def _hole_when_full(path: str) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.fault(14)
 def test_two_nodes_of_which_one_lacks_room(mount: Mount, job_root: str, short: int) -> None:
     roots = [f"{job_root}/node-0", f"{job_root}/node-1"]
     roots[short] = mount("size=16m") + "/job"
@@ -381,6 +387,7 @@ def _one_lacks_room(rank: int, roots: list[str]) -> tuple[str, str]:
 # ---- what stays -------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("G")
 def test_300_saves_and_30_starts_leave_nothing_behind(job_root: str, alone: Any) -> None:
     first, last = alone(_many_saves, job_root)
     report("before and after 300 saves and 30 starts:", before=first, after=last)

@@ -129,6 +129,7 @@ def test_memory_comes_before_storage(job_root: str, folder: str) -> None:
             fp.recover(state, step=3)
 
 
+@pytest.mark.fault(20, 25)
 def test_a_corrupt_object_in_storage_makes_way_for_an_older_version(
     job_root: str, folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -305,6 +306,7 @@ def test_an_agent_with_other_settings_makes_way(job_root: str, folder: str) -> N
         assert not os.path.exists(f"{folder}/step-2_ckpt")
 
 
+@pytest.mark.fault(19)
 def test_storage_that_hangs_delays_no_save_and_is_used_again_when_it_answers(
     job_root: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def test_one_that_lives_is_left_alone(agents):
     assert start_agent(agents).pid == start_agent(agents).pid == pid_of(agents)
 
 
+@pytest.mark.fault(4, "F")
 def test_a_killed_agent_is_noticed_and_started_again_where_it_was(agents):
     first = start_agent(agents)
     os.kill(first.pid, signal.SIGKILL)
@@ -132,6 +133,7 @@ def test_where_the_last_one_was_is_given_up_where_it_cannot_be_had(agents):
     assert (identity.host, identity.port, identity.bulk_port) == ("127.0.0.1", 45_671, 45_672)
 
 
+@pytest.mark.fault(4, "F")
 def test_a_restarted_agent_goes_on_without_a_trainer(agents):
     first = start_agent(agents)
     assert (first.job, first.epoch) == ("", 0)

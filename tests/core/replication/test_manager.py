@@ -193,6 +193,7 @@ def test_a_receiver_over_its_memory_limit_says_so_at_once_and_takes_copies_when_
 
 @AS_ROOT
 @pytest.mark.root
+@pytest.mark.fault(14)
 def test_a_receiver_on_a_full_tmpfs_says_so_at_once(caplog: pytest.LogCaptureFixture) -> None:
     with Nodes(2, nbytes=MIB, memory_limit_bytes=1 << 40) as nodes:
         os.rename(nodes[1].job_root, f"{nodes.folder}/before")
@@ -228,6 +229,7 @@ def test_a_receiver_that_may_not_write_says_so_at_once(caplog: pytest.LogCapture
 # ---- peers that say nothing, or little --------------------------------------------------------------
 
 
+@pytest.mark.fault(32)
 def test_1000_half_open_connections_do_not_stop_a_healthy_peer() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
@@ -249,6 +251,7 @@ def test_1000_half_open_connections_do_not_stop_a_healthy_peer() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.fault(30)
 def test_a_slow_peer_holds_up_neither_other_peers_nor_orders(chaos: Chaos) -> None:
     size = 6 * MIB
     with Nodes(3, copies=2, chaos=chaos, behind=[2], nbytes=size).start() as nodes:

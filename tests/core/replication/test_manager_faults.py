@@ -69,6 +69,7 @@ def logged(caplog: pytest.LogCaptureFixture, *texts: str) -> list[str]:
     ],
     ids=["flipped", "dropped", "duplicated", "reordered", "all"],
 )
+@pytest.mark.fault(31)
 def test_damaged_bytes_are_never_committed_and_the_copy_goes_on_afterwards(
     chaos: Chaos, faults: dict[str, int], encrypt: bool
 ) -> None:
@@ -96,6 +97,7 @@ def test_damaged_bytes_are_never_committed_and_the_copy_goes_on_afterwards(
             assert node.manager.nbytes_received < 10 * size
 
 
+@pytest.mark.fault(27)
 def test_a_link_that_is_cut_every_200_kib_brings_a_version_all_the_same(chaos: Chaos) -> None:
     size = 1 * MIB
     with Nodes(2, chaos=chaos, behind=[0], nbytes=size).start() as nodes:
@@ -111,6 +113,7 @@ def test_a_link_that_is_cut_every_200_kib_brings_a_version_all_the_same(chaos: C
         assert one.ended
 
 
+@pytest.mark.fault(27)
 def test_after_a_stall_only_what_is_missing_is_asked_for(chaos: Chaos) -> None:
     size = 4 * MIB
     with Nodes(2, chaos=chaos, behind=[0], nbytes=size).start() as nodes:
@@ -143,6 +146,7 @@ def copying(nodes: Nodes, chaos_of: int) -> None:
     nodes.until(lambda: bulk.stats().down > 500 * KIB, "the copy is on its way")
 
 
+@pytest.mark.fault(4)
 def test_a_holder_killed_while_it_copies_goes_on_when_it_is_back(chaos: Chaos) -> None:
     with Nodes(2, processes=[1], chaos=chaos, nbytes=2 * MIB).start() as nodes:
         copying(nodes, 0)
@@ -154,6 +158,7 @@ def test_a_holder_killed_while_it_copies_goes_on_when_it_is_back(chaos: Chaos) -
         nodes.replicated(1)
 
 
+@pytest.mark.fault(4)
 def test_a_source_killed_while_it_gives_goes_on_when_it_is_back(chaos: Chaos) -> None:
     with Nodes(2, processes=[0], chaos=chaos, nbytes=2 * MIB).start() as nodes:
         copying(nodes, 0)
@@ -190,6 +195,7 @@ def test_when_a_source_is_killed_the_other_one_gives_the_rest(chaos: Chaos) -> N
         assert nodes.check() >= 1 and name_of_rank(0) in nodes[2].objects(1)
 
 
+@pytest.mark.fault(11)
 def test_a_holder_that_sleeps_for_some_seconds_goes_on(chaos: Chaos) -> None:
     with Nodes(2, processes=[1], chaos=chaos, behind=[0], nbytes=2 * MIB).start() as nodes:
         copying(nodes, 0)
@@ -236,6 +242,7 @@ def unchanged(nodes: Nodes, index: int = 0) -> Callable[[], None]:
         ({"protocol": 2}, "protocol-version"),
     ],
 )
+@pytest.mark.fault(37)
 def test_a_hello_that_is_not_of_this_job_and_epoch_is_refused(
     pair: Nodes, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], code: str
 ) -> None:
@@ -266,6 +273,7 @@ def test_a_hello_of_another_release_is_told_which_one_this_is(
 
 
 @pytest.mark.parametrize("knows_server", [True, False])
+@pytest.mark.fault(37)
 def test_whoever_has_another_key_is_not_heard(
     pair: Nodes, caplog: pytest.LogCaptureFixture, knows_server: bool
 ) -> None:
@@ -280,6 +288,7 @@ def test_whoever_has_another_key_is_not_heard(
     assert len(logged(caplog, text)) == 1, logged(caplog)
 
 
+@pytest.mark.fault(37)
 def test_a_recorded_handshake_opens_nothing_when_it_is_sent_again(caplog: pytest.LogCaptureFixture) -> None:
     with Nodes(2).start(configure=False) as nodes:
         identity = nodes[0].client.identify()
@@ -355,6 +364,7 @@ NAMES = ["/etc/passwd", "../../x", "rank00000-0.safetensors/../x", "rank00000-0.
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.fault(35)
 def test_names_that_lead_elsewhere_are_refused(
     pair: Nodes, impostor: Impostor, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
@@ -373,6 +383,7 @@ def test_names_that_lead_elsewhere_are_refused(
 
 
 @pytest.mark.parametrize("nbytes", [-1, 0, 1 << 62, (2 << 30) + 1, (1 << 64) - 1])
+@pytest.mark.fault(34)
 def test_a_manifest_of_an_impossible_size_is_refused_before_anything_is_allocated(
     pair: Nodes, impostor: Impostor, caplog: pytest.LogCaptureFixture, nbytes: int
 ) -> None:
@@ -395,6 +406,7 @@ def test_a_manifest_of_an_impossible_size_is_refused_before_anything_is_allocate
     ("begin", "end"),
     [(0, 0), (5, 4), (0, 1 << 62), (1 << 62, (1 << 62) + 1), (0, limits.FRAME_BYTES + 1)],
 )
+@pytest.mark.fault(34)
 def test_a_fetch_of_an_impossible_range_is_refused(
     pair: Nodes, impostor: Impostor, caplog: pytest.LogCaptureFixture, begin: int, end: int
 ) -> None:
@@ -459,6 +471,7 @@ def test_an_object_that_the_manifest_does_not_name_is_refused(pair: Nodes, impos
 # ---- links in the job root --------------------------------------------------------------------------
 
 
+@pytest.mark.fault(36)
 def test_a_link_under_an_objects_name_is_replaced_and_what_it_leads_to_left_alone(tmp_path: Path) -> None:
     with Nodes(2).start() as nodes:
         nodes[0].stop()
@@ -472,6 +485,7 @@ def test_a_link_under_an_objects_name_is_replaced_and_what_it_leads_to_left_alon
         assert not os.path.islink(nodes[1].path(1, name_of_rank(0)))
 
 
+@pytest.mark.fault(36)
 def test_a_link_at_the_source_is_neither_offered_nor_served(caplog: pytest.LogCaptureFixture) -> None:
     with Nodes(2).start(configure=False) as nodes:
         nodes.save(1)
@@ -488,6 +502,7 @@ def test_a_link_at_the_source_is_neither_offered_nor_served(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
+@pytest.mark.fault(36)
 def test_a_container_that_is_a_link_is_refused_and_what_it_leads_to_left_alone(
     caplog: pytest.LogCaptureFixture, with_manifest: bool
 ) -> None:
@@ -520,6 +535,7 @@ def flip(path: str, at: int = 100_000) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+@pytest.mark.fault(20)
 def test_an_object_that_is_corrupt_at_its_source_is_never_linked(caplog: pytest.LogCaptureFixture) -> None:
     with Nodes(2).start(configure=False) as nodes:
         nodes.save(1)
@@ -538,6 +554,7 @@ def test_an_object_that_is_corrupt_at_its_source_is_never_linked(caplog: pytest.
         assert nodes[1].manager.objects.pool._in_use == set()
 
 
+@pytest.mark.fault(20)
 def test_a_second_holder_gives_what_is_corrupt_at_the_first() -> None:
     with Nodes(3, copies=2).start() as nodes:
         nodes.save(1)
@@ -577,6 +594,7 @@ def test_a_peer_to_which_there_is_no_route_is_reported_and_used_when_there_is(ho
 
 
 @pytest.mark.parametrize("days", [1, -1])
+@pytest.mark.fault(39)
 def test_nothing_is_ordered_by_a_clock(monkeypatch: pytest.MonkeyPatch, days: int) -> None:
     offset, now, now_ns = 0.0, time.time, time.time_ns
     monkeypatch.setattr(time, "time", lambda: now() + offset)

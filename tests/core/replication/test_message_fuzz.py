@@ -188,6 +188,7 @@ def test_a_million_mutated_messages_are_survived():
 
 
 @pytest.mark.parametrize("bomb", HUGE)
+@pytest.mark.fault(34)
 def test_length_bombs_take_no_memory(bomb):
     """In every place of every message, alone and with some bytes after it."""
     tracemalloc.start()

@@ -665,6 +665,7 @@ def test_a_stranger_who_knows_the_public_key_gets_nothing_and_is_logged_once(wor
     assert world.keys.secret.decode() not in caplog.text
 
 
+@pytest.mark.fault(37)
 def test_a_stranger_with_other_keys_gets_nothing_and_is_logged_once(world, stranger_to, caplog):
     membership, one, _ = world.start(2)
     for _ in range(3):
@@ -730,6 +731,7 @@ def test_another_node_at_the_address_is_not_taken_for_the_peer(world):
     assert one.of(HelloRefused)[0].refused.code == "unknown-node"
 
 
+@pytest.mark.fault(26)
 def test_a_hello_said_again_gets_the_same_welcome(world, stranger_to):
     membership, one, _ = world.start(2)
     stranger = stranger_to(one, world.keys)
@@ -767,6 +769,7 @@ def test_forged_sessions_get_nothing(world, stranger_to, caplog, encrypt):
     assert len([text for text in warnings(caplog) if "no-session" in text]) == 1
 
 
+@pytest.mark.fault(37)
 def test_a_replayed_fetch_gets_what_only_the_session_can_open(world, stranger_to):
     membership, one, _ = world.start(2)
     friend = stranger_to(one, world.keys)
@@ -891,6 +894,7 @@ def test_a_peer_that_never_reads_does_not_hold_up_another(world, stranger_to):
     assert (target == SOURCE).all()
 
 
+@pytest.mark.fault(32)
 def test_a_thousand_half_open_connections(world):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 5000:

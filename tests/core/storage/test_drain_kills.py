@@ -70,7 +70,9 @@ def agent_pid(job_root: str) -> int | None:
 SOAK = [pytest.mark.soak, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=SOAK)])
+@pytest.mark.parametrize(
+    "kills", [pytest.param(10, marks=pytest.mark.fault(4, "F")), pytest.param(50, marks=SOAK)]
+)
 def test_kills_leave_nothing_that_reads_wrong_and_draining_goes_on(
     job_root: str, tmp_path: Path, kills: int
 ) -> None:

@@ -285,6 +285,7 @@ def test_a_job_that_was_taken_over_drains_no_more(
 
 
 @pytest.mark.root
+@pytest.mark.fault(17)
 def test_a_disk_that_fills_up_loses_nothing_and_is_used_again_when_there_is_room(
     job: Job, tmp_path: Path, start: Callable[..., Node]
 ) -> None:
@@ -311,6 +312,7 @@ def test_a_disk_that_fills_up_loses_nothing_and_is_used_again_when_there_is_room
         subprocess.run(["umount", "--lazy", str(point)], check=True)
 
 
+@pytest.mark.fault(19)
 def test_a_server_that_never_answers_holds_nothing_and_nobody_up(
     job: Job, s3, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Node]
 ) -> None:
@@ -349,6 +351,7 @@ class HangingStore(LocalStore):
         super().write_parts(name, parts, part_bytes)
 
 
+@pytest.mark.fault(19)
 def test_memory_is_given_back_while_a_file_system_hangs(
     job: Job, folder: str, start: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
