@@ -16,9 +16,9 @@ from flashpoint.errors import FlashpointError
 from flashpoint.export.safetensors_files import Item
 from flashpoint.export.selection import Selection
 from flashpoint.layout import Path
+from flashpoint.located import TEMPORARY
 from flashpoint.manifest import plain_value
 from flashpoint.recovery import values_source
-from flashpoint_jax.folder import TEMPORARY
 
 _SCALARS: Final = (bool, int, float, str)
 
