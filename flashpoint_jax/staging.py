@@ -99,7 +99,7 @@ def copy_into(place: Place, source: Array) -> None:
     numpy lets other threads run during each copy, and then has to win its turn back from them: up to 5 ms, for
     microseconds' worth of bytes. So small ones are copied without a break.
     """
-    if place.small is not None:
+    if place.small is not None and source.flags.c_contiguous:
         place.small[:] = source.reshape(-1).view(np.uint8).data
     else:
         np.copyto(place.array, source)

@@ -34,6 +34,7 @@ def arrays_of_all_sizes() -> list[np.ndarray[Any, Any]]:
     found = [rng.integers(0, 256, size, dtype=np.uint8) for size in sizes]
     found += [np.float32(3.5).reshape(()), rng.normal(size=(300, 500)).astype(ml_dtypes.bfloat16)]
     found += [np.zeros((0, 4), np.int16), rng.normal(size=(60, 70)).T, rng.normal(size=(400, 300)).T]
+    found += [np.arange(999, dtype=np.int32)[::3], np.arange(999, dtype=np.int32)[::-1]]
     return found
 
 
