@@ -169,7 +169,7 @@ def _pool(path: str) -> dict[str, int]:
     sums = {"files": 0, "bytes": 0, "free_files": 0, "free_bytes": 0}
     try:
         names = os.listdir(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return sums
     for name in names:
         try:
