@@ -25,7 +25,6 @@ import numpy as np  # noqa: E402
 
 from flashpoint.config import FlashpointConfig  # noqa: E402
 from flashpoint.objects import CheckpointObjectManager  # noqa: E402
-from flashpoint.replication.membership import replaced  # noqa: E402
 from flashpoint.saver import MLFlashpointCheckpointSaver  # noqa: E402
 from flashpoint.storage import claim  # noqa: E402
 from tests.core.replication.nodes import Nodes  # noqa: E402
@@ -83,7 +82,7 @@ def job_of_four() -> None:
         members = tuple(
             msgspec.structs.replace(one, domain=f"rack-{'ab'[one.index // 2]}") for one in membership.members
         )
-        nodes.configure(replaced(membership, members=members))
+        nodes.configure(msgspec.structs.replace(membership, members=members))
         root = nodes[0].job_root
         for step in (100, 200):
             nodes.save(step)

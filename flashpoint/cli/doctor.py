@@ -75,7 +75,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _existing(path: str) -> str:
-    """The path, or the nearest folder above it that is there."""
-    while not os.path.isdir(path):
-        path = os.path.dirname(path)
-    return path
+    """The path, or the nearest folder above it that is there; raises `OSError` where this user may not look."""
+    while True:
+        try:
+            os.listdir(path)
+            return path
+        except (FileNotFoundError, NotADirectoryError):
+            path = os.path.dirname(path)

@@ -1,10 +1,11 @@
 """List the versions in job roots on this node, newest first. Without an argument, all job roots of this user in memory.
 
 states:
-  complete  every rank has written it, and its manifest is there
-  saving    a living process is writing it
-  dirty     a crash left it unfinished; the job's next start removes it
-  corrupt   its manifest cannot be read (exit code 1)
+  complete    every rank has written it, and its manifest is there
+  saving      a living process is writing it
+  dirty       a crash left it unfinished; the job's next start removes it
+  corrupt     its manifest cannot be read (exit code 1)
+  unreadable  it is another user's
 
 tiers, where a complete version is known to be: memory (this node's), peer (replicated: other nodes hold copies of all
 that they should), storage (drained). What is beyond memory is the agent's word, who is asked for --timeout-s at most.
@@ -168,7 +169,7 @@ def _pool(path: str) -> dict[str, int]:
     sums = {"files": 0, "bytes": 0, "free_files": 0, "free_bytes": 0}
     try:
         names = os.listdir(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return sums
     for name in names:
         try:

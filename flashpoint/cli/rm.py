@@ -31,6 +31,7 @@ from flashpoint.cli.versions import (
     require_job_root,
     versions_in,
 )
+from flashpoint.config import FlashpointConfig
 from flashpoint.errors import CheckpointNotFoundError, FlashpointError
 from flashpoint.ids import CheckpointObjectId
 from flashpoint.memory import human_bytes
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     job_root, steps = _asked_for(args)
     # As the agent: its own buffers, and those of ranks that are no more, are its to give back.
-    objects = CheckpointObjectManager(job_root, rank=None, create=False)
+    objects = CheckpointObjectManager(job_root, rank=None, config=FlashpointConfig(), create=False)
     versions = versions_in(objects)
     chosen = versions if args.job else _chosen(versions, steps, job_root)
     saving = [version.container.step for version in chosen if version.state == SAVING]

@@ -17,8 +17,15 @@ COMPLETE: Final = "complete"
 SAVING: Final = "saving"  # a living process holds a marker
 DIRTY: Final = "dirty"  # debris of a crash: a marker that nobody holds, or no manifest
 CORRUPT: Final = "corrupt"  # no marker, and a manifest that cannot be read
+UNREADABLE: Final = "unreadable"  # another user's
 
-STYLES: Final = {COMPLETE: "green", SAVING: "cyan", DIRTY: "yellow", CORRUPT: "bold red"}
+STYLES: Final = {
+    COMPLETE: "green",
+    SAVING: "cyan",
+    DIRTY: "yellow",
+    CORRUPT: "bold red",
+    UNREADABLE: "yellow",
+}
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,8 @@ def _look(container: CheckpointContainerId, markers: tuple[tuple[int, bool], ...
         state, problem = DIRTY, "it has no manifest"
     except ManifestError as error:
         state, problem, record = CORRUPT, str(error), None
+    except PermissionError:
+        state, problem = UNREADABLE, f"user {os.geteuid()} may not read it"
     except OSError as error:
         state, problem = CORRUPT, f"its manifest cannot be read: {error.strerror}"
     if record is None:
@@ -152,13 +161,13 @@ def _files(container: CheckpointContainerId) -> dict[str, StoredObject]:
     found = {}
     try:
         names = sorted(os.listdir(container.path))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return {}
     for name in names:
         try:
             rank = CheckpointObjectId.parse(name).rank
             status = os.stat(f"{container.path}/{name}", follow_symlinks=False)
-        except (InvalidIdError, FileNotFoundError):
+        except (InvalidIdError, FileNotFoundError, PermissionError):
             continue
         found[name] = StoredObject(name, rank, status.st_size, status.st_nlink)
     return found

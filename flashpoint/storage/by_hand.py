@@ -98,7 +98,7 @@ def choose(objects: CheckpointObjectManager, step: int | None) -> Item:
             raise CheckpointNotFoundError(f"{objects.job_root} has no complete version of step {step}")
         return found
     if not items:
-        raise CheckpointNotFoundError(f"{objects.job_root} has no complete version to drain")
+        raise CheckpointNotFoundError(f"{objects.job_root} has no complete version that this user can read")
     return max(items.values(), key=lambda item: (item.key.epoch, item.key.step))
 
 

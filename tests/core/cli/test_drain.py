@@ -65,6 +65,10 @@ def test_a_storage_that_nobody_owned_is_this_jobs_then_and_its_epochs_go_on(job_
     assert run("drain", job_root, "--to", tmp_path)[0] == 0
     owner = decode(Path(tmp_path, ".flashpoint").read_bytes(), Owner, "owner")
     assert (owner.name, owner.epoch) == (os.path.basename(job_root), 7)
+    saver.epoch = 9
+    saver.save(2, ARRAYS)
+    assert run("drain", job_root, "--to", tmp_path)[0] == 0
+    assert decode(Path(tmp_path, ".flashpoint").read_bytes(), Owner, "owner").epoch == 9
 
 
 def test_the_storage_of_another_job_is_left_alone(job_root, run, tmp_path):

@@ -89,7 +89,7 @@ def test_ls_tells_which_tiers_hold_a_version(run, run_json, tmp_path):
         assert root["storage"] == {"drained_epoch": 1, "drained_step": 10, "error": ""}
         out = run("ls", nodes[0].job_root)[1]
         assert "memory peer storage" in out and "storage: step 10 of epoch 1 is drained" in out
-        assert run("ls", nodes[1].job_root)[1].startswith(f"{nodes[1].job_root}  agent dead\n")
+        assert run("ls", nodes[1].job_root)[1].startswith(f"{nodes[1].job_root}  agent dead: ")
 
 
 def test_ls_of_an_empty_folder_finds_nothing_and_is_fine(job_root, run):
@@ -158,3 +158,28 @@ def test_looking_changes_nothing(job_root, run):
     assert run("verify", job_root)[0] == 0
     assert run("inspect", f"{job_root}/step-3_ckpt")[0] == 2
     assert everything() == before
+
+
+def test_what_another_user_may_not_read_is_unreadable_and_hides_nothing_else(job_root, run_json):
+    if os.geteuid() != 0:
+        pytest.skip("only root may become another user")
+    saved(job_root, step=1)
+    saved(str(Path(job_root).parent / "other"), step=2)
+    for path in (Path(job_root).parent, Path(job_root), Path(job_root).parent / "other"):
+        path.chmod(0o755)
+    os.chmod(f"{Path(job_root).parent}/other/step-2_ckpt", 0o755)
+    os.seteuid(65534)
+    try:
+        code, found = run_json("ls", Path(job_root).parent)
+    finally:
+        os.seteuid(0)
+    states = {root["path"]: [version["state"] for version in root["versions"]] for root in found["job_roots"]}
+    assert code == 0
+    assert states[job_root] == ["unreadable"] and len(states) == 2
+
+
+def test_ls_does_not_depend_on_the_settings(job_root, run, monkeypatch):
+    container = saved(job_root)
+    monkeypatch.setenv("FLASHPOINT_KEEP", "many")
+    for args in (["ls", job_root], ["status", job_root], ["inspect", container], ["verify", container]):
+        assert run(*args)[0] == 0

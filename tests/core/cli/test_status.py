@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from flashpoint.replication.membership import replaced
 from flashpoint.storage import claim
 from tests.core.cli.roots import crashed, rows, saved, saved_by_two_ranks, until
 from tests.core.replication.nodes import Nodes
@@ -18,7 +17,7 @@ def with_racks(nodes, names):
     members = (
         msgspec.structs.replace(one, domain=name) for one, name in zip(membership.members, names, strict=True)
     )
-    return replaced(membership, members=tuple(members))
+    return msgspec.structs.replace(membership, members=tuple(members))
 
 
 @pytest.fixture
