@@ -25,6 +25,7 @@ JSON:
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Callable, Collection
@@ -255,7 +256,7 @@ def _show_histogram(page: Page, histogram: dict[str, list[float]]) -> None:
     page.table(
         (">from", ">elements", ""),
         [
-            [f"{edge:.4g}", f"{count:,}", ("#" * -(-count * _BAR_LENGTH // most), "cyan")]
+            [f"{edge:.4g}", f"{count:,}", ("#" * math.ceil(count * _BAR_LENGTH / most), "cyan")]
             for edge, count in zip(edges, counts, strict=False)
         ],
     )
