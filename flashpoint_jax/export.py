@@ -20,7 +20,7 @@ from flashpoint.located import TEMPORARY
 from flashpoint.manifest import plain_value
 from flashpoint.recovery import values_source
 
-_SCALARS: Final = (bool, int, float, str)
+_NUMBERS: Final = (int, float)  # stock Orbax restores no strings into a target, and no bool
 
 
 class _Tensor:
@@ -56,14 +56,27 @@ class _Tensors(type_handlers.NumpyHandler):
     async def serialize(self, values: Sequence[_Tensor], infos: Sequence[Any], args: Any = None) -> list[Any]:
         for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
             await info.await_path_creation()  # or else a failure would leave a folder that is still to come
-            for written in await super().serialize([value.read()], [info], [arg]):
-                written.result()
+            _wait(await super().serialize([value.read()], [info], [arg]))
             self._advance(value.nbytes)
         return []
 
 
+class _Numbers(type_handlers.ScalarHandler):
+    """Orbax's own handler for numbers, which writes nothing any more when it has returned."""
+
+    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
+        _wait(await super().serialize(values, infos, args))
+        return []
+
+
+def _wait(futures: Sequence[Any]) -> None:
+    # Where one handler fails, Orbax waits for no other: what goes on writing would make the folder again.
+    for future in futures:
+        future.result()
+
+
 def export_orbax(path: str, selection: Selection, advance: Callable[[int], None]) -> list[str]:
-    """Write a checkpoint that `ocp.StandardCheckpointer` reads, with numbers and strings among the plain values.
+    """Write a checkpoint that `ocp.StandardCheckpointer` reads, with the numbers among the plain values.
 
     One tensor at a time is held besides the mapped version, and only if it is sharded, cast or large. Orbax gives the
     folder its name when all is there, and does not overwrite.
@@ -88,16 +101,15 @@ def export_orbax(path: str, selection: Selection, advance: Callable[[int], None]
     for name in selection.left_out:
         stored = manifest.values_of(sources[name])[name] if name in sources else None
         value = None if stored is None else plain_value(stored)
-        if stored is not None and type(value) in _SCALARS:
+        if stored is not None and type(value) in _NUMBERS:
             leaves[_below(stored.tree_path, selection.prefix)] = value
         else:
             left_out.append(name)
     registry = type_handlers.create_type_handler_registry(
         (_Tensor, _Tensors(advance)),
         (jax.Array, type_handlers.ArrayHandler()),  # there is none, but Orbax warns where nobody takes them
-        (int, type_handlers.ScalarHandler()),
-        (float, type_handlers.ScalarHandler()),
-        (str, type_handlers.StringHandler()),
+        (int, _Numbers()),
+        (float, _Numbers()),
     )
     tree = _tree(leaves)
     try:

@@ -21,6 +21,7 @@ import os
 from typing import Any, Final
 
 from flashpoint.cli.arguments import size
+from flashpoint.cli.exit_codes import FINE
 from flashpoint.cli.measuring import Measured, measure
 from flashpoint.cli.output import Page, plural, print_json
 from flashpoint.memory import file_system, human_bytes
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(report)
     else:
         _show(report)
-    return 0
+    return FINE
 
 
 def _report(measured: Measured, folder: str, kind: str) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from flashpoint.cli.output import first_few, plural
-from flashpoint.cli.statistics import Statistics
+from flashpoint.cli.statistics import Histogram, Statistics
 from flashpoint.cli.versions import SAVING, StoredVersion
 from flashpoint.dtypes import dtype_of
 from flashpoint.errors import CheckpointNotFoundError
@@ -21,11 +21,16 @@ from flashpoint.view import CheckpointView
 
 
 def report_of(
-    version: StoredVersion, manifest: Manifest | None, name: str | None, rank: int
+    version: StoredVersion,
+    manifest: Manifest | None,
+    name: str | None,
+    rank: int,
+    holders: Mapping[str, Collection[int]],
 ) -> dict[str, Any]:
     """Everything but statistics, of the entries and values that ``name`` selects, as ``rank`` has them.
 
-    ``manifest`` is None for an unfinished version that has none: its files are all there is to tell.
+    ``manifest`` is None for an unfinished version that has none: its files are all there is to tell. ``holders`` is
+    object -> nodes, as far as that is known.
 
     Raises:
         CheckpointNotFoundError: there is no such rank, or nothing of that name.
@@ -62,11 +67,15 @@ def report_of(
         "created_unix_s": version.created_unix_s,
         "manifest_digest": manifest.digest if manifest else None,
         "markers": [{"local_rank": local_rank, "live": live} for local_rank, live in version.markers],
-        "objects": _objects(version, manifest),
+        "objects": [{**obj, "holders": _holders(obj, holders)} for obj in _objects(version, manifest)],
         "entries": entries,
         "values": values,
         "totals": _totals(entries),
     }
+
+
+def _holders(obj: dict[str, Any], holders: Mapping[str, Collection[int]]) -> list[int] | None:
+    return sorted(holders[obj["name"]]) if obj["name"] in holders else None
 
 
 def _objects(version: StoredVersion, manifest: Manifest | None) -> list[dict[str, Any]]:
@@ -171,4 +180,8 @@ def statistics_of(
     with CheckpointView(objects, version.container, rank=rank) as view:
         for record, i in shards:
             statistics.add(view.array(record, i))
-    return statistics.result()
+        found = statistics.result()
+        histogram = Histogram(found["min"], found["max"])
+        for record, i in shards:
+            histogram.add(view.array(record, i))
+    return {**found, "histogram": histogram.result()}

@@ -43,6 +43,7 @@ from flashpoint.cli.comparison import (
     bytes_of,
     compare,
 )
+from flashpoint.cli.exit_codes import BAD, FINE, NOT_FOUND
 from flashpoint.cli.output import Cell, Page, age, plural, print_json, shortened
 from flashpoint.cli.progress import progress_bar
 from flashpoint.cli.versions import manager
@@ -53,8 +54,6 @@ from flashpoint.view import CheckpointView, open_container
 
 NAME: Final = "diff"
 HELP: Final = "show what differs between two versions, and by how much"
-DIFFERENT: Final = 1
-UNKNOWN: Final = 2
 
 _ROWS_MAX: Final = 30
 _VALUE_LENGTH_MAX: Final = 40
@@ -109,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(report)
     else:
         _show(report, None if args.all else max(args.limit, 0))
-    return {True: 0, False: DIFFERENT, None: UNKNOWN}[equal]
+    return {True: FINE, False: BAD, None: NOT_FOUND}[equal]
 
 
 def _paths(before: str, after: str | None) -> tuple[str, str]:

@@ -18,9 +18,9 @@ INTERRUPTED: Final = 130
 MEANINGS: Final = {
     FINE: "fine",
     BAD: "something is corrupt, or (doctor) bad, or (diff) different, or (simulate) an invariant was broken",
-    NOT_FOUND: "wrong usage, not found, not to be had, or (verify, drain) unfinished",
+    NOT_FOUND: "wrong usage, not found, not to be had, or (verify, drain) unfinished, or (diff) not known",
     TAKEN: "(agent) the job root has another agent",
-    REFUSED: "(rm, mount, drain) refused: it would do harm; nothing was changed",
+    REFUSED: "(rm, mount, drain, export) refused: it would do harm; nothing was changed",
     NO_AGENT: "(status) the job has no living agent, or it does not answer",
     BUG: "a bug in flashpoint: please report the traceback",
     INTERRUPTED: "interrupted (Ctrl-C)",

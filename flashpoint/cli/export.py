@@ -5,8 +5,8 @@
   orbax         a checkpoint as stock Orbax reads it: needs flashpoint[jax]
 
 Sharded tensors are put together; what is read is verified. OUT gets its name when all of it is written, and is never
-overwritten. Pickled objects and plain values are left out of safetensors, and told; an Orbax checkpoint has those plain
-values that are numbers or strings.
+overwritten. Pickled objects and plain values are left out, and told; but an Orbax checkpoint has the numbers among the
+plain values.
 
 JSON:
   container, step, out, format, files, tensors, bytes, seconds
@@ -18,11 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from typing import Any, Final
 
 from flashpoint.cli.arguments import size
+from flashpoint.cli.exit_codes import FINE, RefusedError
 from flashpoint.cli.output import Page, first_few, plural, print_json
 from flashpoint.cli.progress import Advance, progress_bar
 from flashpoint.dtypes import DTYPES
@@ -36,7 +36,6 @@ from flashpoint.view import open_container
 NAME: Final = "export"
 HELP: Final = "write a version for other tools: safetensors, Hugging Face, Orbax"
 FORMATS: Final = ("safetensors", "huggingface", "orbax")
-REFUSED: Final = 4
 
 _CONFIG: Final = "config.json"
 _FLOATS: Final = tuple(name for name in DTYPES if name.startswith(("float", "bfloat")) and DTYPES[name].code)
@@ -78,8 +77,7 @@ def run(args: argparse.Namespace) -> int:
     start_s = time.perf_counter()
     out = os.path.abspath(args.out)
     if os.path.lexists(out):
-        print(f"flashpoint export: {out} is there already: give a folder that is not", file=sys.stderr)
-        return REFUSED
+        raise RefusedError(f"{out} is there already: give a folder that is not")
     if (args.format == "huggingface") != (args.config is not None):
         raise FlashpointError(
             "--format huggingface needs --config, the model's config.json, and no other format does"
@@ -108,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(report)
     else:
         _show(report)
-    return 0
+    return FINE
 
 
 def _safetensors(

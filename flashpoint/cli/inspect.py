@@ -10,27 +10,41 @@ JSON:
   path, step, state (as in `flashpoint ls`), problem, epoch, world_size, writer, created_unix_s,
   manifest_digest               null where there is no manifest
   markers[]                     local_rank, live
-  objects[]                     name, rank, bytes, chunk_bytes, chunks, links (null if not on this node)
+  objects[]                     name, rank, bytes, chunk_bytes, chunks, links (null if not on this node), holders
+                                (indexes of the nodes that hold it; null where the job's agent does not say)
   entries[]                     name, dtype, shape, global_shape, offsets, object, begin, bytes,
                                 codec (how the bytes encode a Python object; empty or numpy for a tensor)
   values[]                      name, rank, value (as flashpoint.values encodes it)
   totals[]                      dtype, codec, entries, elements, bytes: of the entries shown
   statistics                    null, or elements, min, max, mean, std, nan, inf, zeros (numbers that do
-                                not exist are null), or note: why there are none
+                                not exist are null), histogram (null, or edges[] counts[]), or note: why
+                                there are none
   NAME selects among entries and values; no limit applies.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
+from flashpoint.cli.agents import ask
 from flashpoint.cli.contents import report_of, statistics_of
 from flashpoint.cli.output import Cell, Page, age, local_time, plural, print_json, shortened
-from flashpoint.cli.versions import COMPLETE, DIRTY, SAVING, STYLES, container_of, manager, version_of
+from flashpoint.cli.standing import holders_of
+from flashpoint.cli.versions import (
+    COMPLETE,
+    DIRTY,
+    SAVING,
+    STYLES,
+    StoredVersion,
+    container_of,
+    manager,
+    version_of,
+)
 from flashpoint.errors import CheckpointNotFoundError, ManifestError
 from flashpoint.layout import ARRAY_CODECS
 from flashpoint.manifest import Value, plain_value
@@ -39,6 +53,8 @@ from flashpoint.memory import human_bytes
 NAME: Final = "inspect"
 HELP: Final = "show one version: its objects, tensors, values and statistics"
 
+_AGENT_S: Final = 1.0  # that it is waited for
+_BAR_LENGTH: Final = 40
 _ROWS_MAX: Final = 30
 _VALUE_LENGTH_MAX: Final = 80
 
@@ -70,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         if version.state not in (SAVING, DIRTY):
             raise
         manifest = None
-    report = report_of(version, manifest, args.name, args.rank)
+    report = report_of(version, manifest, args.name, args.rank, _holders(version))
 
     def statistics() -> dict[str, Any] | None:
         if manifest is None or args.name is None:
@@ -82,6 +98,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(report, args.name, None if args.all else max(args.limit, 0), statistics)
     return 0
+
+
+def _holders(version: StoredVersion) -> dict[str, Collection[int]]:
+    """Object -> the nodes that hold it, if the job has an agent that says so at once."""
+    container = version.container
+    if version.record is None:
+        return {}
+    heard = ask(container.job_root, _AGENT_S)
+    membership = heard.assignment.membership if heard.assignment is not None else None
+    for told in heard.report.versions if heard.report is not None else ():
+        if (told.key.epoch, told.key.step) == (version.record.epoch, container.step):
+            return holders_of(told, membership)
+    return {}
 
 
 def _show(
@@ -126,18 +155,20 @@ def _show_record(page: Page, report: dict[str, Any]) -> None:
 
 def _show_objects(page: Page, objects: list[dict[str, Any]], limit: int | None) -> None:
     _heading(page, "objects", objects, sum(obj["bytes"] for obj in objects))
+    known = any(obj["holders"] is not None for obj in objects)
     rows: list[list[Cell]] = [
         [
             str(obj["rank"]),
             human_bytes(obj["bytes"]),
             "-" if obj["chunks"] is None else f"{obj['chunks']:,} x {human_bytes(obj['chunk_bytes'])}",
             ("not here", "yellow") if obj["links"] is None else str(obj["links"]),
+            *([", ".join(map(str, obj["holders"] or ["?"]))] if known else []),
             obj["name"],
         ]
         for obj in objects[:limit]
     ]
     if rows:
-        page.table((">rank", ">size", ">chunks", ">links", "name"), rows)
+        page.table((">rank", ">size", ">chunks", ">links", *(["nodes"] if known else []), "name"), rows)
     _more(page, len(objects), len(rows))
 
 
@@ -213,6 +244,21 @@ def _show_statistics(page: Page, found: dict[str, Any]) -> None:
         "  ",
         (f"NaN {found['nan']:,}   inf {found['inf']:,}", "bold red" if found["nan"] or found["inf"] else ""),
         f"   zeros {zeros:,} ({zeros / max(elements, 1):.1%}) of {plural(elements, 'element')}",
+    )
+    if found["histogram"] is not None:
+        _show_histogram(page, found["histogram"])
+
+
+def _show_histogram(page: Page, histogram: dict[str, list[float]]) -> None:
+    """A bar for each bin, as long as its share of the largest; what is there at all has one mark at least."""
+    edges, counts = histogram["edges"], histogram["counts"]
+    most = max(*counts, 1)
+    page.table(
+        (">from", ">elements", ""),
+        [
+            [f"{edge:.4g}", f"{count:,}", ("#" * math.ceil(count * _BAR_LENGTH / most), "cyan")]
+            for edge, count in zip(edges, counts, strict=False)
+        ],
     )
 
 

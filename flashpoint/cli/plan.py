@@ -32,6 +32,7 @@ import math
 from typing import Any, Final
 
 from flashpoint.cli.arguments import duration, human_seconds, rate
+from flashpoint.cli.exit_codes import FINE
 from flashpoint.cli.measuring import copy_and_seal_rates
 from flashpoint.cli.output import Page, plural, print_json
 from flashpoint.errors import FlashpointError
@@ -124,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(_report(args, job, rates, plans, assumed, measured))
     else:
         _show(args, job, rates, plans, assumed, measured)
-    return 0
+    return FINE
 
 
 def _attribute(option: str) -> str:

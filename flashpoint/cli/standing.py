@@ -33,7 +33,7 @@ def report_of(job_root: str, heard: Heard, versions: Sequence[StoredVersion], ep
     drained = None
     if report is not None and report.storage is not None and report.storage.step >= 0:
         drained = Version(report.storage.epoch, report.storage.step)
-    holders = {version: _holders(one, membership) for version, one in told.items()}
+    holders = {version: holders_of(one, membership) for version, one in told.items()}
     aftermaths: list[Aftermath] = []
     if membership is not None and report is not None:
         silent = [node["index"] for node in nodes if node["agent"] == SILENT]
@@ -81,7 +81,7 @@ def _nodes(membership: Membership, here: int, peers: Mapping[int, str], state: s
     return found
 
 
-def _holders(told: VersionReport, membership: Membership | None) -> dict[str, Collection[int]]:
+def holders_of(told: VersionReport, membership: Membership | None) -> dict[str, Collection[int]]:
     """Object -> the nodes that hold it, as far as this node knows."""
     found: dict[str, Collection[int]] = dict(told.holders)
     if membership is None or told.state not in ("complete", "replicated"):

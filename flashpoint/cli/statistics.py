@@ -1,4 +1,4 @@
-"""Statistics of a tensor, a chunk at a time: no copy of it is ever made. Pure."""
+"""Statistics of a tensor and a histogram of it, a chunk at a time: no copy of it is ever made. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+BINS: Final = 12
 CHUNK_ELEMENTS: Final = 1 << 14  # 128 KiB as float64: larger ones, malloc maps and unmaps each time
 
 
@@ -80,3 +81,41 @@ class Statistics:
             "inf": self.inf,
             "zeros": self.zeros,
         }
+
+
+class Histogram:
+    """Counts of the finite elements between the least and the largest of them, in bins of equal width.
+
+    Args:
+        least, most: of the elements, as `Statistics` has found them; None where none is finite.
+    """
+
+    def __init__(self, least: float | None, most: float | None) -> None:
+        self._edges: np.ndarray[Any, Any] | None = None
+        if least is not None and most is not None and math.isfinite(float(most) - float(least)):
+            # Few integers have a bin each.
+            whole = isinstance(least, int) and isinstance(most, int) and most - least < BINS
+            self._edges = (
+                np.arange(least, most + 2)
+                if whole
+                else np.linspace(least, most, 2 if least == most else BINS + 1)
+            )
+            self._counts = np.zeros(len(self._edges) - 1, np.int64)
+
+    def add(self, array: np.ndarray[Any, Any]) -> None:
+        """Take in a part of the tensor, as `Statistics.add` does."""
+        flat = array.reshape(-1)
+        for begin in range(0, len(flat), CHUNK_ELEMENTS):
+            if self._edges is not None:
+                values = flat[begin : begin + CHUNK_ELEMENTS].astype(np.float64)
+                values = values[np.isfinite(values)]
+                bins = np.searchsorted(self._edges, values, side="right") - 1
+                self._counts += np.bincount(
+                    np.minimum(bins, len(self._counts) - 1), minlength=len(self._counts)
+                )
+
+    def result(self) -> dict[str, list[float]] | None:
+        """``edges``, one more than there are ``counts``; None where there is nothing to count."""
+        if self._edges is None:
+            return None
+        return {"edges": [float(edge) for edge in self._edges], "counts": [int(n) for n in self._counts]}

@@ -102,8 +102,8 @@ def test_stock_orbax_reads_what_was_exported(job_root, tmp_path, capsys):
     out = tmp_path / "out"
     assert cli.main(["export", saved(job_root), str(out), "--format", "orbax", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["tensors"], report["left_out"]) == (5, ["betas"])
-    scalars = {("lr",): 0.25, ("opt", "steps"): 7, ("name",): "run-1"}
+    assert (report["tensors"], report["left_out"]) == (5, ["name", "betas"])
+    scalars = {("lr",): 0.25, ("opt", "steps"): 7}
     assert read_by_stock_orbax(out, tmp_path) == {**by_path(ARRAYS), **scalars}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answer", "out"]
 

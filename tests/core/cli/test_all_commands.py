@@ -93,7 +93,7 @@ EXAMPLES = {
     "drain": ["{root}", "--to", "{tmp}"],
     "rm": ["{root}", "101", "--yes"],
     "diff": ["{container}", "100", "--all", "--name", "ids"],
-    "export": ["{container}", "{root}/out", "--format", "safetensors"],
+    "export": ["{container}", "{tmp}/out", "--format", "safetensors"],
     "plan": ["--params", "1e9", "--nodes", "4", "--step", "1s"],
     "bench": ["{root}", "--bytes", "1MiB", "--repeats", "1"],
     "doctor": ["{root}", "--quick"],

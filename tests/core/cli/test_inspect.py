@@ -131,8 +131,10 @@ def test_statistics_keep_nan_inf_and_large_integers_apart(job_root, run_json):
         name: run_json("inspect", container, name)[1]["statistics"]
         for name in ("bad", "none", "large", "huge", "empty")
     }
+    histogram = {"edges": list(np.linspace(0, 2, 13)), "counts": [1] + [0] * 10 + [1]}
     assert statistics["bad"] == {
         "elements": 5, "min": 0, "max": 2, "mean": 1, "std": 1, "nan": 1, "inf": 2, "zeros": 1,
+        "histogram": histogram,
     }  # fmt: skip
     assert (statistics["none"]["min"], statistics["none"]["mean"], statistics["none"]["nan"]) == (
         None,
@@ -140,7 +142,8 @@ def test_statistics_keep_nan_inf_and_large_integers_apart(job_root, run_json):
         3,
     )
     assert statistics["large"]["max"] == 2**64 - 1
-    assert statistics["huge"]["std"] is None
+    assert statistics["huge"]["std"] is statistics["huge"]["histogram"] is None
+    assert statistics["none"]["histogram"] is statistics["empty"]["histogram"] is None
     assert statistics["empty"]["elements"] == 0
 
 
@@ -241,3 +244,32 @@ def test_inspect_of_50000_entries_takes_less_than_a_second_and_a_half(job_root):
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
     assert any(processor_seconds() < 1.5 for _ in range(3))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int16", "uint64"])
+def test_a_histogram_is_that_of_numpy(job_root, run_json, dtype):
+    array = np.random.default_rng(0).normal(50, 20, (300, 70)).clip(0, 100).astype(np.dtype(dtype))
+    histogram = run_json("inspect", saved(job_root, {"x": array}), "x")[1]["statistics"]["histogram"]
+    counts, edges = np.histogram(array.astype(np.float64), bins=12)
+    assert histogram["edges"] == pytest.approx(edges)
+    assert histogram["counts"] == counts.tolist()
+    assert sum(histogram["counts"]) == array.size
+
+
+def test_few_integers_have_a_bar_each_and_one_value_has_one(job_root, run, run_json):
+    container = saved(
+        job_root, {"mask": np.array([True] * 3 + [False]), "ids": np.int8([3, 3, 5]), "same": np.full(9, 0.5)}
+    )
+    found = {
+        name: run_json("inspect", container, name)[1]["statistics"]["histogram"]
+        for name in ("mask", "ids", "same")
+    }
+    assert found["mask"] == {"edges": [0, 1, 2], "counts": [1, 3]}
+    assert found["ids"] == {"edges": [3, 4, 5, 6], "counts": [2, 0, 1]}
+    assert found["same"]["counts"] == [9]
+    shown = rows(run("inspect", container, "mask")[1])
+    assert f"0 1 {'#' * 14}" in shown and f"1 3 {'#' * 40}" in shown
+
+
+def test_without_an_agent_nobody_knows_who_else_holds_an_object(job_root, run_json):
+    assert [obj["holders"] for obj in run_json("inspect", saved(job_root))[1]["objects"]] == [None]

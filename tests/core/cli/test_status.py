@@ -175,3 +175,12 @@ def test_status_of_what_is_no_job_root_says_what_to_give(job_root, run):
     code, _, err = run("status", Path(job_root).parent)
     assert code == 2
     assert err.endswith("is no job root: `flashpoint ls` lists those of this user\n")
+
+
+def test_inspect_names_the_nodes_that_hold_each_object(four_nodes, run, run_json):
+    four_nodes.save(80)
+    four_nodes.replicated(80)
+    container = f"{four_nodes[0].job_root}/step-80_ckpt"
+    held = [obj["holders"] for obj in run_json("inspect", container)[1]["objects"]]
+    assert held == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert any("0, 2 rank00000-0.safetensors" in row for row in rows(run("inspect", container)[1]))
