@@ -52,6 +52,8 @@ FOUND = {
         "killed-before:rename/agent-file/2",
         "killed-before:unlink/object/1",
     ],
+    # The newest version, whose manifest could not be looked at for once, was taken for debris and deleted.
+    "recovery": ["EIO:newfstatat/manifest/12", "EINTR:newfstatat/manifest/12"],
     "recovery from a peer": ["killed-before:rename/manifest/1"],
 }
 
