@@ -149,7 +149,13 @@ class CheckpointObjectManager:
             )
 
     def _default_limit(self) -> int:
-        return default_memory_limit(self.job_root) if os.path.isdir(self.job_root) else 0
+        try:
+            return default_memory_limit(self.job_root)
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+        ):  # all else is an error: with 0, nothing would ever fit
+            return 0
 
     @property
     def node(self) -> str:
