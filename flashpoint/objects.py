@@ -149,7 +149,13 @@ class CheckpointObjectManager:
             )
 
     def _default_limit(self) -> int:
-        return default_memory_limit(self.job_root) if os.path.isdir(self.job_root) else 0
+        try:
+            return default_memory_limit(self.job_root)
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+        ):  # all else is an error: with 0, nothing would ever fit
+            return 0
 
     @property
     def node(self) -> str:
@@ -429,13 +435,13 @@ class CheckpointObjectManager:
         dirty = {parsed[0] for _, parsed in markers}
         for step in sorted(dirty.union(self._steps_among(names))):
             container = self.container(step)
-            if step in live or (step not in dirty and os.path.lexists(f"{container.path}/{MANIFEST_NAME}")):
+            if step in live or (step not in dirty and _is_there(f"{container.path}/{MANIFEST_NAME}")):
                 continue
             self.remove_container(container)
             for name, parsed in markers:
                 if parsed[0] == step:
                     _unlink(f"{self.job_root}/{name}")
-            if step in dirty or not os.path.lexists(container.path):
+            if step in dirty or not _is_there(container.path):
                 removed.append(step)  # or else a folder of others, such as Orbax's of this name
         for name in self._names():
             if name.startswith(f"{EPOCH_NAME}.") and name.endswith(".tmp"):
@@ -462,9 +468,9 @@ class CheckpointObjectManager:
             if step in dirty:
                 continue
             self._drop_unfinished_manifests(container)
-            if step < newest and not os.path.lexists(f"{container.path}/{MANIFEST_NAME}"):
+            if step < newest and not _is_there(f"{container.path}/{MANIFEST_NAME}"):
                 self.remove_container(container)
-                if not os.path.lexists(container.path):
+                if not _is_there(container.path):
                     removed.append(step)  # or else a folder of others
         if removed:
             logger.info("removed what was left of the steps %s below %s", removed, self.job_root)
@@ -575,6 +581,15 @@ def _is_folder(path: str) -> bool:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:
         return False
+
+
+def _is_there(path: str) -> bool:
+    """Whether anything has this name. What cannot be looked at may be there: `os.path.lexists` would deny it."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _open_regular(path: str) -> int:

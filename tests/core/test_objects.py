@@ -1,5 +1,6 @@
 """A job root's folders and files: what is listed, written whole, removed, and left alone."""
 
+import errno
 import fcntl
 import logging
 import os
@@ -282,6 +283,26 @@ def test_leftovers_of_a_crash_in_the_epochs_file_go_too(objects, job_root):
         pass
     objects.collect_garbage()
     assert [name for name in os.listdir(job_root) if name.startswith(".epoch")] == [".epoch"]
+
+
+@pytest.mark.fault(18)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EINTR])
+def test_a_version_that_cannot_be_looked_at_is_not_taken_for_debris(objects, monkeypatch, number):
+    save(objects, 1)
+    save(objects, 2)
+    real = os.lstat
+
+    def lstat(path, **options):
+        if str(path).endswith(MANIFEST_NAME):
+            raise OSError(number, os.strerror(number))
+        return real(path, **options)
+
+    for clean_up in (objects.collect_garbage, objects.finish_unfinished):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "lstat", lstat)
+            with pytest.raises(OSError):
+                clean_up()
+        assert objects.complete_steps() == [2, 1]
 
 
 def test_versions_whose_end_was_cut_off_go_while_others_are_being_saved(objects):

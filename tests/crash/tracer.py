@@ -428,7 +428,10 @@ class Tracer:
             self._at_exit[tid] = lambda tid: self.child.kill()
         elif kind is Kind.SHORT:
             self._get(tid)
-            self._change(tid, rdx=max(self._regs.rdx // 2, 1))
+            count = self._regs.rdx
+            self._change(tid, rdx=max(count // 2, 1))
+            # Callers rely on it that the kernel leaves this register alone.
+            self._at_exit[tid] = lambda tid: self._change(tid, rdx=count)
         else:
             if fault.call.name != "close":
                 self._change(tid, orig_rax=-1)
