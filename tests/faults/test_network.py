@@ -102,6 +102,7 @@ def test_13_what_a_frozen_node_was_asked_for_comes_from_another(three: Nodes) ->
         three[0].kill()
 
 
+@pytest.mark.soak  # the same as 13, but for the means
 @pytest.mark.fault(11)
 @pytest.mark.usefixtures("in_a_hurry")
 def test_11_what_a_stopped_peer_was_asked_for_comes_from_another(three: Nodes) -> None:
