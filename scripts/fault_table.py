@@ -89,8 +89,8 @@ def read(*paths: Path) -> dict[str, Seen]:
 class Page:
     """The page, of the tests that are marked and of what was seen of them."""
 
-    def __init__(self, found: dict[str, Seen], wall_s: float) -> None:
-        self.wall_s = wall_s
+    def __init__(self, found: dict[str, Seen], wall_s: float, runs: int = 1) -> None:
+        self.wall = f"{wall_s:.0f} s" + (f" in {runs} runs" if runs > 1 else "")
         self.rows = {
             row: {test: found.get(test, Seen(defaultdict(int, {"not run": 1}))) for test in sorted(tests)}
             for row, tests in marked_tests().items()
@@ -103,7 +103,7 @@ class Page:
             INTRODUCTION,
             "## The table\n",
             f"**{len(good)} of {len(ROWS)} rows**, {time.strftime('%Y-%m-%d')} ({where}, {os.cpu_count()} cores, "
-            f"{self.wall_s:.0f} s).\n",
+            f"{self.wall}).\n",
             *self.table(ROWS),
             "\n## Seen elsewhere\n\nFailures of other checkpointers, from their issues and post-mortems.\n",
             *self.table(SEEN_ELSEWHERE),
@@ -152,13 +152,13 @@ def main(arguments: list[str]) -> int:
         files = [Path(name) for name in arguments[1:]]
         suites = [next(ET.parse(file).iter("testsuite")) for file in files]
         wall_s = sum(float(suite.get("time", 0)) for suite in suites)
-        PAGE.write_text(Page(read(*files), wall_s).text())
+        PAGE.write_text(Page(read(*files), wall_s, len(files)).text())
         return 0
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.xml")
         start_s = time.monotonic()
         command = [sys.executable, "-m", "pytest", "-m", "fault", "-n", "2", "--dist", "worksteal"]
-        command += [f"--junitxml={results}", *arguments]
+        command += [f"--junitxml={results}", "-o", "junit_family=xunit1", *arguments]
         code = subprocess.run(command, check=False).returncode
         if code in (0, 1):  # else nothing was run
             PAGE.write_text(Page(read(results), time.monotonic() - start_s).text())

@@ -122,7 +122,7 @@ def test_12_while_the_jobs_store_is_stopped_saves_fail_in_time(tmp_path: Path) -
 
 
 @pytest.mark.fault(29)
-@pytest.mark.parametrize("direction", ["up", "down"])
+@pytest.mark.parametrize("direction", ["up", pytest.param("down", marks=pytest.mark.soak)])
 def test_29_a_rank_that_is_cut_off_in_one_direction_commits_nothing(tmp_path: Path, direction: str) -> None:
     """Neither it, nor the others without it: a version needs every rank's vote."""
     log = str(tmp_path / "log")

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from flashpoint.replication import limits, orders
-from flashpoint.replication.membership import Membership, replaced
+from flashpoint.replication.membership import Membership
 from flashpoint.replication.transport import Transport
 from tests.chaos import Chaos
 from tests.core.processes import Process
@@ -102,6 +102,7 @@ def test_13_what_a_frozen_node_was_asked_for_comes_from_another(three: Nodes) ->
         three[0].kill()
 
 
+@pytest.mark.soak  # the same as 13, but for the means
 @pytest.mark.fault(11)
 @pytest.mark.usefixtures("in_a_hurry")
 def test_11_what_a_stopped_peer_was_asked_for_comes_from_another(three: Nodes) -> None:
@@ -212,7 +213,8 @@ class Apart(Nodes):
         made = super().membership()
         hosts = [self.network.guest, *[self.network.host] * (len(self.nodes) - 1)]
         members = zip(made.members, hosts, strict=True)
-        return replaced(made, members=tuple(replaced(one, host=host) for one, host in members), **changes)
+        moved = tuple(msgspec.structs.replace(one, host=host) for one, host in members)
+        return msgspec.structs.replace(made, members=moved, **changes)
 
 
 @pytest.fixture
@@ -309,11 +311,11 @@ def test_26_messages_that_come_twice_and_in_any_order_delay_a_version_only(
             nodes.save(step)
             nodes.replicated(step)
         nodes.until(lambda: all(node.steps() == {6} for node in nodes), "only step 6 is left")
+        assert all(node.manager.said > 20 for node in nodes)
         nodes[1].stop()
         nodes[1].start()
         nodes.save(7)
         nodes.replicated(7)
-        assert all(node.manager.said > 20 for node in nodes)
 
 
 # ---- a slow line --------------------------------------------------------------------------------------
