@@ -138,7 +138,7 @@ class FlashpointTransport(CheckpointTransport[T]):
             raise CheckpointNotFoundError(f"step {step} is not sent any more: it is step {handle.step} now")
         if not handle.wait("complete", timeout_s=max(deadline - time.monotonic(), _POLL_S)):
             raise FlashpointError(f"step {step} could not be sent: {handle.error or 'timed out'}")
-        objects = self._fp._objects
+        objects = self._fp.objects
         container = objects.container(step)
         if name == MANIFEST_NAME:
             return memoryview(objects.manifest_bytes(container))
