@@ -233,7 +233,7 @@ def _save(fp: fpt.Flashpoint, state: State, meter: Meter, number: int) -> dict[s
 
 def _tmpfs_use(fp: fpt.Flashpoint, root: str) -> dict[str, int]:
     return {
-        "files": fp._objects.pool.allocations,
+        "files": fp.objects.pool.allocations,
         "bytes": measure.tmpfs_bytes_below(root),
         "statvfs": measure.tmpfs_bytes_used(root),
     }

@@ -172,7 +172,7 @@ class Saver:
         self.config = config = config or SaverConfig()
         self.errors: list[str] = []
         self._fp = fp
-        self._coordinator = fp._coordinator
+        self._coordinator = fp.coordinator
         self._root = os.path.abspath(root)
         self._prefix = prefix
         self._rename = rename or (lambda name: name)
@@ -180,7 +180,7 @@ class Saver:
         self._model_config = _model_config(model, model_config)
         self._extras = _tokenizer_files(tokenizer) | _generation_config(model)
         self._frequency = config.frequency(**({} if clock is None else {"clock": clock}))
-        self._cadence = Cadence(self._frequency, self._coordinator, fp._new_topic("saver-due"))
+        self._cadence = Cadence(self._frequency, self._coordinator, fp.new_topic("saver-due"))
         self._writing = threading.Lock()  # one export writes; another may hold its version meanwhile
         self._running: list[tuple[threading.Thread, Export]] = []
         self._stop = threading.Event()
@@ -337,7 +337,7 @@ class Saver:
         def rename(name: str) -> str | None:
             return None if name in self._tied else self._rename(name)
 
-        objects, view = self._fp._objects, None
+        objects, view = self._fp.objects, None
         try:
             view = CheckpointView(objects, objects.container(step), verify=self._fp.config.verify)
             return Source(view, self._prefix, rename=rename, dtype=self.config.dtype)

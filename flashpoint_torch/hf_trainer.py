@@ -127,7 +127,7 @@ class FlashpointTrainerCallback(TrainerCallback):
                 _write_folder(folder, tree)
         except Exception as failure:  # whatever files may do; no rank is to wait for one that gave up
             error = failure
-        self.session._agree("resume", error)
+        self.session.agree("resume", error)
         if own:
             here = rng_state()
             set_rng_state(tree["rng"])

@@ -59,6 +59,9 @@ class FlashpointCheckpointIO(CheckpointIO):
             newest ``*.ckpt`` is taken, or what returns the path or None. Rank 0 decides for all.
         checkpoint_io: what reads and writes ordinary paths.
         settings: fields of `flashpoint.FlashpointConfig`.
+
+    Attributes:
+        fallback: as it was given; it may be changed until training begins.
     """
 
     resume = RESUME
@@ -72,7 +75,7 @@ class FlashpointCheckpointIO(CheckpointIO):
         **settings: Any,
     ) -> None:
         self.job_root = os.fspath(job_root)
-        self._fallback = fallback
+        self.fallback = fallback
         self._files = checkpoint_io or TorchCheckpointIO()
         self._settings = settings
         self._session: Flashpoint | None = None
@@ -147,7 +150,7 @@ class FlashpointCheckpointIO(CheckpointIO):
     def _fallback_path(self) -> str | None:
         chosen: list[str | None] = [None]
         if not dist.is_initialized() or dist.get_rank() == 0:
-            path = self._fallback() if callable(self._fallback) else self._fallback
+            path = self.fallback() if callable(self.fallback) else self.fallback
             chosen = [None if path is None else _newest_in(os.fspath(path))]
         if dist.is_initialized():
             dist.broadcast_object_list(chosen, src=0)

@@ -104,7 +104,7 @@ class FlashpointStrategies:
                 save_config(CheckpointingConfig(BACKEND, _VERSION), folder)
         except OSError as failure:
             error = failure
-        self.session._agree("mcore", error)
+        self.session.agree("mcore", error)
         return Found(result.step, folder)
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class LoadStrategy(mcore.TorchDistLoadShardedStrategy):
             shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
         )
-        with session._loader.load(step):  # here, and verified, before anything is overwritten
+        with session.open_version(step):  # here, and verified, before anything is overwritten
             try:
                 dcp.load(
                     state,

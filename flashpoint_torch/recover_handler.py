@@ -123,7 +123,7 @@ class RecoverHandler:
         self.config = config
         self.ending = False
         self._fp = fp
-        self._coordinator = fp._coordinator
+        self._coordinator = fp.coordinator
         self._engines = dict(engines or {})
         if model is not None:
             self._engines["engine"] = Engine(model, optimizer, lr_scheduler, scaler)
@@ -138,10 +138,10 @@ class RecoverHandler:
         self._cadence: Cadence | None = None
         self._termination: Termination | None = None
         if config.enabled:
-            self._cadence = Cadence(self._frequency, self._coordinator, fp._new_topic("recover-due"))
+            self._cadence = Cadence(self._frequency, self._coordinator, fp.new_topic("recover-due"))
             if config.sigterm_timeout_s:
                 self._termination = Termination(
-                    self._coordinator, fp._new_topic("sigterm"), config.sigterm_timeout_s
+                    self._coordinator, fp.new_topic("sigterm"), config.sigterm_timeout_s
                 )
         elif saver is not None:
             raise ConfigError("a Saver exports versions: mode must be on, or hand it your own save's handle")
@@ -274,7 +274,7 @@ class RecoverHandler:
 
     def _look(self) -> tuple[int, bool]:
         """How many ranks saved the newest version that any node has, and whether there is anything at all."""
-        objects = self._fp._objects
+        objects = self._fp.objects
         newest, versions = (-1, -1, 0), objects.complete_versions()
         if versions:
             try:
@@ -284,7 +284,7 @@ class RecoverHandler:
                 pass
         had = bool(versions or objects.garbled_steps())
         answers = self._coordinator.all_gather(
-            self._fp._new_topic("look"),
+            self._fp.new_topic("look"),
             msgspec.msgpack.encode((newest, had)),
             self._fp.config.recovery_timeout_s,
         )

@@ -114,6 +114,8 @@ class Flashpoint:
         job_root: where they lie.
         config: the settings in force.
         epoch: how often the job was started, this time included.
+        objects: the job root's containers and buffers.
+        coordinator: of the ranks; a topic of one's own comes from `new_topic`.
     """
 
     def __init__(self, job: Job, *, prefix: str = "flashpoint") -> None:
@@ -121,8 +123,8 @@ class Flashpoint:
         self.job_root = objects.job_root
         self.config: FlashpointConfig = objects.config
         self.epoch = job.epoch
-        self._objects = objects
-        self._coordinator = coordinator
+        self.objects = objects
+        self.coordinator = coordinator
         self._replication = job.replication
         self._prefix = prefix
         self._saver = MLFlashpointCheckpointSaver(
@@ -149,11 +151,11 @@ class Flashpoint:
 
     def path(self, step: int) -> str:
         """The checkpoint id of a step, for ``dcp.save`` and ``dcp.load``."""
-        return self._objects.container(step).path
+        return self.objects.container(step).path
 
     def steps(self) -> list[int]:
         """Steps that are complete on this node, newest first."""
-        return self._objects.complete_steps()
+        return self.objects.complete_steps()
 
     def status(self) -> list[VersionStatus]:
         """Every version of this node's memory, newest first: how it stands, and who holds its objects.
@@ -162,8 +164,8 @@ class Flashpoint:
             FlashpointError: the node's agent does not answer.
         """
         if self._replication is None:
-            versions = self._objects.complete_versions()
-            return [status_here(self._objects, self._objects.container(version.step)) for version in versions]
+            versions = self.objects.complete_versions()
+            return [status_here(self.objects, self.objects.container(version.step)) for version in versions]
         return statuses_of(self._replication.report())
 
     def storage_status(self) -> StorageReport:
@@ -181,7 +183,7 @@ class Flashpoint:
         """A storage writer for ``dcp.save`` and ``dcp.async_save`` into this job root."""
         return FlashpointWriter(
             overwrite=overwrite,
-            objects=self._objects,
+            objects=self.objects,
             epoch=self.epoch,
             gives_up=self._replication is None,
         )
@@ -199,14 +201,14 @@ class Flashpoint:
         """
         self._check_open()
         plan, leaves = self._plans.plan(resolve_stateful(state))
-        layout, pool = plan.layout, self._objects.pool
+        layout, pool = plan.layout, self.objects.pool
         assert layout.header and layout.digest  # computed once, now
         self.wait()
         wanted = self._buffers_wanted()
         if pool.reserve(layout.nbytes, wanted, stop=self._stop) < wanted:
             logger.warning(
                 "rank %d: %s has no room for %d buffers of %s: saves will be skipped",
-                self._coordinator.rank, self.job_root, wanted, human_bytes(layout.nbytes),
+                self.coordinator.rank, self.job_root, wanted, human_bytes(layout.nbytes),
             )  # fmt: skip
         on_gpu = any(tensor.is_cuda for tensor in plan.sources(leaves))
         for buffer in pool.take_free(layout.nbytes):  # those that a version names have been used before
@@ -287,7 +289,7 @@ class Flashpoint:
                 plan, leaves = self._plans.plan(resolved)
                 layout, sources, extras = plan.layout, plan.sources(leaves), plan.extras(leaves)
         else:
-            planned = planned_state(planner, resolved, is_coordinator=self._coordinator.is_leader)
+            planned = planned_state(planner, resolved, is_coordinator=self.coordinator.is_leader)
             layout, sources = plan_layout(planned.entries), planned.tensors
             extras = Extras(planned.values, planned.blobs)
 
@@ -358,7 +360,7 @@ class Flashpoint:
             self._replication.observed("save", "failed", {})
         logger.warning(
             "rank %d: the save of step %d did not become complete, older steps stay: %s",
-            self._coordinator.rank,
+            self.coordinator.rank,
             step,
             reason_of(error),
             exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
@@ -379,7 +381,7 @@ class Flashpoint:
 
     def _reserve(self, nbytes: int) -> None:
         if self.config.keep:
-            self._objects.pool.reserve(
+            self.objects.pool.reserve(
                 nbytes, self._buffers_wanted(), budget_bytes=self._saver.budget_bytes, stop=self._stop
             )
 
@@ -457,7 +459,7 @@ class Flashpoint:
             except Exception as failure:  # whatever a user's state_dict may raise
                 error = failure
             try:
-                self._agree("recover", error)
+                self.agree("recover", error)
                 assert restore is not None
                 if not partial:
                     self._check_nothing_is_left_out(view, restore.left_out)
@@ -470,7 +472,7 @@ class Flashpoint:
             except Exception as failure:  # whatever a user's load_state_dict may raise
                 error = failure
             # No rank trains on, and gives up this version, while another still reads it.
-            self._agree("recovered", error)
+            self.agree("recovered", error)
         version = Version(view.manifest.record.epoch, view.manifest.step)
         self._saver.settled = version if tier != "storage" else NOTHING
         if self._replication is not None and tier != "storage":
@@ -495,7 +497,7 @@ class Flashpoint:
         Args:
             names: what this rank's state leaves out.
         """
-        rank = self._coordinator.rank
+        rank = self.coordinator.rank
         everything = left_out(view.manifest, (), rank)
         mine = set(names)
         bits = np.packbits([name in mine for name in everything]).tobytes() if names else b""
@@ -543,7 +545,7 @@ class Flashpoint:
                 step = _step_in(os.fspath(fallback))
         except Exception as failure:
             error = failure
-        self._agree("fallback", error)
+        self.agree("fallback", error)
         if not found:
             self._check_nothing_was_there()
             return None
@@ -554,21 +556,29 @@ class Flashpoint:
         """Raise if there are versions that only could not be loaded this time."""
         if self._loader.unloadable:
             raise RecoveryError(
-                f"rank {self._coordinator.rank}: steps {self._loader.unloadable} are below {self.job_root} or on its "
+                f"rank {self.coordinator.rank}: steps {self._loader.unloadable} are below {self.job_root} or on its "
                 "peers, but none could be loaded; the warnings before this say why. Mend that and start again, "
                 "pass a fallback that has a checkpoint, or remove the steps to start from scratch"
             )
 
-    def _agree(self, topic: str, error: Exception | None) -> None:
-        """Raise on every rank what any rank found."""
+    def open_version(self, step: int) -> CheckpointView:
+        """A complete version, opened and verified by all ranks together; what a node lacks comes from peers.
+
+        Raises:
+            CheckpointNotFoundError: there is none that every rank can use.
+        """
+        return self._loader.load(step)
+
+    def agree(self, topic: str, error: Exception | None) -> None:
+        """Raise on every rank what any rank found; every rank calls it, with its own error or None."""
         reason = b"" if error is None else reason_of(error).encode(errors="replace")
         answers = self._all_gather(topic, reason)
         raise_any(error, {rank: answer.decode() for rank, answer in enumerate(answers) if answer})
 
     def _all_gather(self, topic: str, data: bytes) -> list[bytes]:
-        return self._coordinator.all_gather(self._new_topic(topic), data, self.config.recovery_timeout_s)
+        return self.coordinator.all_gather(self.new_topic(topic), data, self.config.recovery_timeout_s)
 
-    def _new_topic(self, name: str) -> str:
+    def new_topic(self, name: str) -> str:
         """One that nobody else has in this session; every rank makes the same ones in the same order."""
         self._agreements += 1
         return f"{name}/{self._agreements}"
@@ -592,7 +602,7 @@ class Flashpoint:
         self._background.shutdown(wait=False, cancel_futures=True)
         if self._replication is not None:
             self._replication.close()
-        self._objects.close()
+        self.objects.close()
 
     def _check_open(self) -> None:
         if self._stop.is_set():
@@ -607,7 +617,9 @@ class Flashpoint:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Flashpoint at {self.job_root}: rank {self._coordinator.rank} of {self._coordinator.world_size}>"
+        return (
+            f"<Flashpoint at {self.job_root}: rank {self.coordinator.rank} of {self.coordinator.world_size}>"
+        )
 
 
 def _load_from_storage(state: Mapping[str, Any], path: str) -> None:

@@ -79,9 +79,7 @@ class FlashpointTransport(CheckpointTransport[T]):
         **settings: Any,
     ) -> None:
         self._job_root = validate_job_root(job_root)
-        self._config = FlashpointConfig.from_env(
-            **{"keep": 1, "copies": 0, "storage": "", "strict": True, **settings}
-        )
+        self._config = FlashpointConfig.from_env(**{"keep": 1, "copies": 0, "storage": "", **settings})
         job = open_job(self._job_root, self._config, SingleProcessCoordinator())
         self._fp = Flashpoint(job)
         self._state_dict = state_dict
@@ -108,6 +106,8 @@ class FlashpointTransport(CheckpointTransport[T]):
         if not self._fp.wait(timeout.total_seconds()):
             raise DeadlineError(f"sending step {step} timed out: the step before it is still being finished")
         handle = self._fp.async_save(pack(state_dict), step, overwrite=True)
+        if handle.error is not None:
+            raise handle.error
         with self._sent:
             self._handle = handle
             self._sent.notify_all()
@@ -138,7 +138,7 @@ class FlashpointTransport(CheckpointTransport[T]):
             raise CheckpointNotFoundError(f"step {step} is not sent any more: it is step {handle.step} now")
         if not handle.wait("complete", timeout_s=max(deadline - time.monotonic(), _POLL_S)):
             raise FlashpointError(f"step {step} could not be sent: {handle.error or 'timed out'}")
-        objects = self._fp._objects
+        objects = self._fp.objects
         container = objects.container(step)
         if name == MANIFEST_NAME:
             return memoryview(objects.manifest_bytes(container))

@@ -117,7 +117,7 @@ def retention(job_root: str, executor: str) -> list[int]:
             start(state_of(step), fp.path(step), fp.writer(), executor).result(WAIT_S)
             dist.barrier()
             assert fp.steps() == [step]
-            allocations.append(fp._objects.pool.allocations)
+            allocations.append(fp.objects.pool.allocations)
         assert differences(loaded(fp.path(6)), state_of(6)) == []
     return allocations
 
@@ -138,9 +138,9 @@ def test_staged_tensors_lie_in_the_buffer_that_becomes_the_object(job_root: str)
         staged = writer.stage({"w": tensor, "n": [1]})
         assert same(dict(staged), {"w": tensor, "n": [1]})
         assert staged["w"].data_ptr() != tensor.data_ptr()
-        allocations = fp._objects.pool.allocations
+        allocations = fp.objects.pool.allocations
         dcp.save(staged, checkpoint_id=fp.path(1), storage_writer=writer)
-        assert fp._objects.pool.allocations == allocations  # nothing was copied again
+        assert fp.objects.pool.allocations == allocations  # nothing was copied again
 
 
 def test_two_staged_states_share_no_memory(job_root: str) -> None:
@@ -173,7 +173,7 @@ def test_a_staged_state_that_is_never_saved_gives_its_buffer_back(job_root: str)
     with fpt.init(job_root) as fp:
         for _ in range(10):
             fp.writer().stage({"w": torch.ones(1000)})
-        assert fp._objects.pool.allocations == 1
+        assert fp.objects.pool.allocations == 1
 
 
 def test_saves_that_overlap_go_where_they_were_sent(job_root: str) -> None:

@@ -94,7 +94,7 @@ def failing_save(
         dcp.save(state_of(1), checkpoint_id=fp.path(1), storage_writer=fp.writer())
         writer, planner = fp.writer(), None
         if kind is fpt.FlashpointWriter:
-            writer = broken(kind, stage, ranks)(objects=fp._objects, epoch=fp.epoch)
+            writer = broken(kind, stage, ranks)(objects=fp.objects, epoch=fp.epoch)
         else:
             planner = broken(kind, stage, ranks)()
         begin = time.monotonic()
@@ -120,7 +120,7 @@ def failing_save(
             assert differences(target, state_of(step)) == []
         assert fp.steps() == [3, 2, 1]
         assert leftovers(job_root) == ["step-1_ckpt", "step-2_ckpt", "step-3_ckpt"]
-        assert fp._objects.pool.free_files() <= 2
+        assert fp.objects.pool.free_files() <= 2
         return set(failure.value.failures), str(failure.value)
 
 
@@ -140,7 +140,7 @@ def test_a_save_that_fails_at_a_stage(
 
 def finish_fails(job_root: str) -> str:
     with fpt.init(job_root, keep=0) as fp:
-        writer = broken(fpt.FlashpointWriter, "finish", (0,))(objects=fp._objects, epoch=fp.epoch)
+        writer = broken(fpt.FlashpointWriter, "finish", (0,))(objects=fp.objects, epoch=fp.epoch)
         with pytest.raises(CheckpointException) as failure:
             dcp.save(state_of(1), checkpoint_id=fp.path(1), storage_writer=writer)
         target = blank_state()

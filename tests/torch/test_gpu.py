@@ -99,7 +99,7 @@ def test_buffers_are_page_locked_and_let_go(job_root: str) -> None:
             for step in range(fp.epoch * 10, fp.epoch * 10 + 3):
                 assert fp.save(saved, step).error is None
             fp.wait()
-            buffers = list(fp._objects.pool._mapped.values())
+            buffers = list(fp.objects.pool._mapped.values())
             assert len(buffers) == 2
             for buffer in buffers:
                 assert buffer.views[staging._PINNED] is True

@@ -36,7 +36,7 @@ def state_of(step: int, elements: int = 100_000) -> dict[str, Any]:
 
 
 def pool_of(fp: fpt.Flashpoint) -> Any:
-    return fp._objects.pool
+    return fp.objects.pool
 
 
 # ---- the first page ---------------------------------------------------------------------------------

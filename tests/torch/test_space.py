@@ -461,7 +461,7 @@ def test_states_that_take_turns_keep_their_buffers(job_root: str, alone: Any) ->
 
 def _taking_turns(job_root: str) -> None:
     with fpt.init(job_root, **SETTINGS) as fp:
-        pool = fp._objects.pool
+        pool = fp.objects.pool
         for step in range(1, 21):
             assert fp.save(of_size(4 if step % 2 else 3, step), step).done()
             fp.wait()

@@ -328,7 +328,7 @@ def test_storage_that_hangs_delays_no_save_and_is_used_again_when_it_answers(
                 assert fp.save(state_of(step, elements), step).wait("replicated", WAIT_S)
             assert fp.storage_status().step == -1
             # Three for versions as ever, and no more than one that the drain held on to.
-            assert fp._objects.pool.used_bytes() <= 4 * 21 * MIB
+            assert fp.objects.pool.used_bytes() <= 4 * 21 * MIB
             gate.go_on()
             await_drained(fp, 11)
     finally:

@@ -218,6 +218,19 @@ def test_a_byte_that_changed_is_an_error_and_touches_nothing(job_root: str) -> N
         receiver.shutdown()
 
 
+def test_no_room_for_a_state_is_an_error_of_the_one_that_sends(job_root: str) -> None:
+    sender: FlashpointTransport[Any] = FlashpointTransport(
+        job_root, host="127.0.0.1", memory_limit_bytes="64KiB"
+    )
+    try:
+        for step in (1, 2):
+            with pytest.raises(FlashpointError, match="memory_limit_bytes"):
+                sender.send_checkpoint([1], step, {"user": {"w": torch.rand(1 << 16)}}, LIMIT)
+        sender.send_checkpoint([1], 3, {"user": {"w": torch.rand(16)}}, LIMIT)
+    finally:
+        sender.shutdown()
+
+
 def test_only_who_has_the_address_gets_anything(
     pair: tuple[FlashpointTransport[Any], FlashpointTransport[Any]],
 ) -> None:
