@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import flashpoint_torch as fpt
 from flashpoint.errors import ConfigError, DeadlineError
-from flashpoint_torch import hf_folder
+from flashpoint.export import folder as export_folder
 from tests.torch import exporting
 from tests.torch.exporting import folders, gpt2, llama, train_step
 from tests.torch.faults import start
@@ -196,8 +196,8 @@ def test_a_disk_that_hangs_holds_training_up_for_so_long_and_no_longer(
     job_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    write = hf_folder._write
-    monkeypatch.setattr(hf_folder, "_write", lambda fd, data: (answers.wait(WAIT_S), write(fd, data)))
+    write = export_folder._write
+    monkeypatch.setattr(export_folder, "_write", lambda fd, data: (answers.wait(WAIT_S), write(fd, data)))
     model = llama()
     with fpt.init(job_root, keep=1) as fp:
         saver = fpt.Saver(fp, tmp_path, fpt.SaverConfig(mode="sync", timeout_s=0.5), model=model)
