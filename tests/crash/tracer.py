@@ -65,6 +65,7 @@ _SETOPTIONS, _GET_SYSCALL_INFO = 0x4200, 0x420E
 _OPTIONS: Final = 0x1 | 0x8 | 0x100000  # TRACESYSGOOD, TRACECLONE, EXITKILL
 _WALL: Final = 0x40000000
 _SET_PDEATHSIG: Final = 1
+DATAGRAM: Final = "datagram socket"
 _ENTRY, _EXIT = 1, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -122,7 +123,8 @@ class Kind(Enum):
         return self in (Kind.KILL_BEFORE, Kind.KILL_AFTER)
 
     def applies(self, call: Call) -> bool:
-        return self is not Kind.SHORT or call.name in _WRITES
+        # A datagram is sent whole or not at all.
+        return self is not Kind.SHORT or (call.name in _WRITES and call.role != DATAGRAM)
 
 
 class Fault(NamedTuple):
@@ -381,6 +383,8 @@ class Tracer:
         if name in ("newfstatat", "statx") and not paths:
             paths = (self._path(tid, _FD, args[0]),)
         role = "socket" if kind == _MADE else next(filter(None, map(self._role_of, reversed(paths))), "")
+        if name == "sendto" and args[4]:
+            role = DATAGRAM
         if not role:
             return
         self._counts[name, role] += 1
