@@ -21,6 +21,7 @@ import flashpoint
 from flashpoint import trace
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import FlashpointError, ProtocolError, reason_of
+from flashpoint.manifest import MANIFEST_NAME
 from flashpoint.objects import CheckpointObjectManager
 from flashpoint.replication import limits, orders
 from flashpoint.replication.acquisition import Acquisition
@@ -112,6 +113,7 @@ class ReplicationManager:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="flashpoint-agent")
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
+        self._closed = False
         self._is_busy = True
         self._linger_until_s = 0.0
         self._ends_now = False
@@ -216,6 +218,7 @@ class ReplicationManager:
         self._transport.wake()
 
     def close(self) -> None:
+        self._closed = True
         self._buffers.stop()
         for acquisition in list(self._acquisitions):
             acquisition.cancel("closing", "the agent of this node ends")
@@ -430,12 +433,22 @@ class ReplicationManager:
     def _mend(self, key: Key, name: str) -> tuple[Mending, str]:
         """Have an object repaired by the loop. In the scrub's thread."""
         outcome: Future[tuple[Mending, str]] = Future()
-        self._results.put(lambda: self._repair(key, name, outcome))
+
+        def begin() -> None:
+            try:
+                self._repair(key, name, outcome)
+            except Exception as error:
+                outcome.set_exception(error)
+
+        self._results.put(begin)
         self._transport.wake()
         until_s = time.monotonic() + _REPAIR_S
-        while time.monotonic() < until_s and not self._over.is_set():
-            with contextlib.suppress(TimeoutError):
-                return outcome.result(TICK_S)
+        try:
+            while time.monotonic() < until_s and not self._closed:
+                with contextlib.suppress(TimeoutError):
+                    return outcome.result(TICK_S)
+        except Exception as error:
+            return Mending.FAILED, reason_of(error)
         return Mending.FAILED, "the agent ends, or has too much to do"
 
     def _repair(self, key: Key, name: str, outcome: Future[tuple[Mending, str]]) -> None:
