@@ -13,7 +13,6 @@ import pytest
 import flashpoint_jax
 from tests.jax.test_corruption import manager, saved
 
-pytestmark = pytest.mark.fault(38)
 Args = ocp.args
 
 
@@ -27,6 +26,7 @@ class Evil:
         return os.system, (f"touch {self.path}",)
 
 
+@pytest.mark.fault(38)
 def test_no_file_of_an_item_is_executed(job_root: str, tmp_path: Path) -> None:
     trap = tmp_path / "executed"
     assert flashpoint_jax.registry  # the adapter is what reads below

@@ -12,10 +12,7 @@ import torch
 import flashpoint_torch as fpt
 from tests.torch.test_pickle_safety import Evil, torch_bytes
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-    pytest.mark.fault(38),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 FILES = [".metadata", "rank00000-0.safetensors", "rank00000-1.safetensors"]
 
 
@@ -26,6 +23,7 @@ def with_pickle(path: str, data: bytes) -> None:
     Path(path).write_bytes(data.ljust(size, b"\0"))
 
 
+@pytest.mark.fault(38)
 @pytest.mark.parametrize("encode", [pickle.dumps, torch_bytes], ids=["pickle", "torch"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_recovery_steps_over_it(
@@ -51,6 +49,7 @@ def test_a_recovery_steps_over_it(
     assert trap.exists()  # the trap works
 
 
+@pytest.mark.fault(38)
 @pytest.mark.parametrize("name", [".epoch", ".agent/keys", ".agent/membership", ".agent/ports", ".agent/log"])
 def test_files_beside_the_versions_are_not_executed(job_root: str, tmp_path: Path, name: str) -> None:
     trap = tmp_path / "executed"
