@@ -64,6 +64,8 @@ class FlashpointConfig:
         storage_keep_every: keep drained versions of steps that this divides for ever; 0 for no such rule.
         storage_bytes_per_s: most that a node writes to storage; 0 for no limit.
         storage_timeout_s: longest that storage may make no progress, before a drain is given up and tried again.
+        scrub_bytes_per_s: how fast the agent verifies again what lies in memory, to find and repair what has rotted
+            there; 0 for never.
     """
 
     keep: int = 1
@@ -97,6 +99,7 @@ class FlashpointConfig:
     storage_keep_every: int = 0
     storage_bytes_per_s: int = 256 << 20
     storage_timeout_s: float = 60.0
+    scrub_bytes_per_s: int = 64 << 20
 
     def __post_init__(self) -> None:
         _at_least("keep", self.keep, 0)
@@ -128,6 +131,7 @@ class FlashpointConfig:
         _storage_url(self.storage)
         for name in ("storage_every_n", "storage_keep_last", "storage_keep_every", "storage_bytes_per_s"):
             _at_least(name, getattr(self, name), 0)
+        _at_least("scrub_bytes_per_s", self.scrub_bytes_per_s, 0)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> FlashpointConfig:

@@ -8,7 +8,6 @@ is a save that goes on, an unlocked one is debris of a crash.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -16,6 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
+from flashpoint.confined import NO_FILE, open_file
 from flashpoint.ids import CheckpointContainerId, parse_container_name
 from flashpoint.locks import keep_from_children
 
@@ -86,14 +86,13 @@ class Marker:
 
 def is_live(path: str) -> bool:
     """Whether the marker at ``path`` belongs to a process that still holds it."""
+    root, name = os.path.split(path)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
+        fd = open_file(root, name, os.O_RDWR)
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if error.errno not in NO_FILE:
             raise
-        return False  # a link: no process of ours has made it
+        return False  # it is gone, or something else has its name
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False

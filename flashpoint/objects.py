@@ -25,6 +25,7 @@ from flashpoint import manifest as manifests
 from flashpoint.buffers import AGENT, POOL_NAME, BufferObject, BufferPool
 from flashpoint.checksums import Bytes
 from flashpoint.config import FlashpointConfig
+from flashpoint.confined import NO_FILE, open_file, read_file
 from flashpoint.errors import (
     CheckpointNotFoundError,
     CorruptObjectError,
@@ -44,8 +45,9 @@ EPOCH_NAME: Final = ".epoch"
 FETCHED_NAME: Final = ".fetched"
 WRITER_LETS_GO_S: Final = 2.0
 _INDEX: Final = re.compile(r"(manifest\.ocdbt|nodes-[0-9a-f]{32}\.ocdbt)(\.[0-9a-f]+\.tmp)?", re.ASCII)
-# Nothing is there, or no regular file.
-_NO_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)
+CORRUPT_SUFFIX: Final = ".corrupt"  # of an object of which no good copy is left
+_REPAIRED_SUFFIX: Final = ".repaired"  # of one that is about to take a corrupt one's place
+_EPOCH_BYTES_MAX: Final = 32
 
 
 class ManifestSummary(NamedTuple):
@@ -133,9 +135,15 @@ class CheckpointObjectManager:
             raise FlashpointError(
                 f"the job root {root!r} cannot be made: {error.strerror}; give a folder on a writable tmpfs"
             ) from error
-        if status.st_uid != os.geteuid() and os.geteuid() != 0:
+        if status.st_uid not in (os.geteuid(), 0):
             raise FlashpointError(
-                f"the job root {root!r} belongs to user {status.st_uid}, not to {os.geteuid()}"
+                f"the job root {root!r} belongs to user {status.st_uid}, not to {os.geteuid()}: whoever owns it can "
+                "change every checkpoint in it; give a folder of your own"
+            )
+        if status.st_mode & 0o022:
+            raise FlashpointError(
+                f"the job root {root!r} (mode {stat.S_IMODE(status.st_mode):04o}) can be written by others than its "
+                f"owner, and with it every checkpoint: chmod 700 {root}, or give a folder that is not there yet"
             )
         if not os.access(root, os.W_OK | os.X_OK):
             raise FlashpointError(f"the job root {root!r} is not writable for user {os.geteuid()}")
@@ -234,14 +242,14 @@ class CheckpointObjectManager:
         """The manifest's file as it is, unchecked; errors as `read_manifest`."""
         path = f"{container.path}/{MANIFEST_NAME}"
         try:
-            fd = _open_regular(path)
+            fd = self._open(container, MANIFEST_NAME)
         except FileNotFoundError:
             raise CheckpointNotFoundError(
                 f"step {container.step} has no manifest ({path}): the save did not become complete, "
                 "or it was deleted"
             ) from None
         except OSError as error:
-            if error.errno not in _NO_FILE:
+            if error.errno not in NO_FILE:
                 raise
             raise ManifestError(f"{path} cannot be opened: {error.strerror}") from None
         with open(fd, "rb") as file:
@@ -251,6 +259,17 @@ class CheckpointObjectManager:
                     f"{path}: {nbytes} bytes are over the limit of {manifests.MANIFEST_BYTES_MAX}"
                 )
             return file.read(nbytes + 1)
+
+    def open_object(self, container: CheckpointContainerId, name: str) -> int:
+        """Open an object for reading, without any lock, whatever is in it; its descriptor.
+
+        Raises:
+            OSError: it is not there, or is no file of ours.
+        """
+        return self._open(container, CheckpointObjectId.parse(name).name)
+
+    def _open(self, container: CheckpointContainerId, name: str) -> int:
+        return open_file(container.job_root, _below(container.job_root, f"{container.path}/{name}"))
 
     def read_summary(self, container: CheckpointContainerId) -> ManifestSummary:
         """What the container's manifest says of itself: every byte is checked, only the first line decoded.
@@ -296,9 +315,9 @@ class CheckpointObjectManager:
         if not os.path.lexists(path) and os.path.lexists(part):
             path = part
         try:
-            fd = _open_regular(path)
+            fd = open_file(container.job_root, _below(container.job_root, path))
         except OSError as error:
-            if error.errno not in _NO_FILE:
+            if error.errno not in NO_FILE:
                 raise  # too many open files, say: that tells nothing about the object
             self._raise_if_given_up(container)
             raise CorruptObjectError(
@@ -383,8 +402,36 @@ class CheckpointObjectManager:
     def drop_strays(self, container: CheckpointContainerId, manifest_names: set[str]) -> None:
         """Delete objects that the manifest does not name: a crashed attempt of another world left them."""
         for name in os.listdir(container.path):
-            if name not in manifest_names and _is_object(name):
+            if name not in manifest_names and (_is_object(name) or _is_leftover(name)):
                 _unlink(f"{container.path}/{name}")
+
+    # ---- repair ---------------------------------------------------------------------------------
+
+    def object_names(self, container: CheckpointContainerId) -> set[str]:
+        """Names of the objects that lie in this node's container, in whatever state."""
+        return {name for name in self._names(container.path) if _is_object(name)}
+
+    def replace_object(self, container: CheckpointContainerId, name: str, buffer: BufferObject) -> None:
+        """Let a buffer take an object's name from a corrupt one, at once: who has that one mapped keeps it."""
+        path = f"{container.path}/{CheckpointObjectId.parse(name).name}"
+        _unlink(path + _REPAIRED_SUFFIX)  # of an agent that was killed between the next two
+        os.link(buffer.path, path + _REPAIRED_SUFFIX)
+        os.rename(path + _REPAIRED_SUFFIX, path)
+        _unlink(path + CORRUPT_SUFFIX)
+
+    def set_aside(self, container: CheckpointContainerId, name: str) -> None:
+        """Take an object's name from corrupt bytes of which nobody has good ones: the version is not whole any more.
+
+        Nothing is deleted before the version is given up: who would rather have wrong bytes than none can get them.
+        """
+        path = f"{container.path}/{CheckpointObjectId.parse(name).name}"
+        os.rename(path, path + CORRUPT_SUFFIX)
+
+    def objects_set_aside(self, container: CheckpointContainerId) -> set[str]:
+        """Names of the objects that were set aside, and that did not come back since."""
+        names = set(self._names(container.path))
+        aside = {name.removesuffix(CORRUPT_SUFFIX) for name in names if name.endswith(CORRUPT_SUFFIX)}
+        return {name for name in aside - names if _is_object(name)}
 
     # ---- giving up ------------------------------------------------------------------------------
 
@@ -417,6 +464,7 @@ class CheckpointObjectManager:
         for name in self._names(path):
             if (
                 _is_object(name)
+                or _is_leftover(name)
                 or _is_index(name)
                 or (name.startswith(MANIFEST_NAME) and name.endswith(".tmp"))
             ):
@@ -481,7 +529,7 @@ class CheckpointObjectManager:
             if not (name.startswith(f"{MANIFEST_NAME}.") and name.endswith(".tmp")):
                 continue
             with contextlib.suppress(OSError):  # gone, or no file
-                fd = _open_regular(f"{container.path}/{name}")
+                fd = self._open(container, name)
                 try:
                     if try_lock(fd, fcntl.LOCK_EX):  # nobody writes it any more
                         _unlink(f"{container.path}/{name}")
@@ -498,9 +546,12 @@ class CheckpointObjectManager:
         """
         newest = max((version.epoch for version in self.complete_versions()), default=0)
         try:
-            with open(f"{self.job_root}/{EPOCH_NAME}", encoding="ascii") as file:
-                return max(int(file.read(32)), newest)
-        except (FileNotFoundError, ValueError):
+            return max(int(read_file(self.job_root, EPOCH_NAME, _EPOCH_BYTES_MAX)), newest)
+        except ValueError:
+            return newest
+        except OSError as error:
+            if error.errno not in (*NO_FILE, errno.EFBIG):
+                raise
             return newest
 
     def write_epoch(self, epoch: int) -> None:
@@ -550,7 +601,7 @@ class CheckpointObjectManager:
             return False
 
     def _record_of(self, step: int) -> CommitRecord:
-        with open(_open_regular(f"{self.container(step).path}/{MANIFEST_NAME}"), "rb") as file:
+        with open(self._open(self.container(step), MANIFEST_NAME), "rb") as file:
             return manifests.decode_record(file.readline(manifests.MANIFEST_BYTES_MAX))
 
 
@@ -592,16 +643,16 @@ def _is_there(path: str) -> bool:
     return True
 
 
-def _open_regular(path: str) -> int:
-    """Open a file for reading that is one: no link is followed, no pipe is waited for."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", path)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+def _is_leftover(name: str) -> bool:
+    """Whether a file is an object that was set aside, or one that did not come to take its place."""
+    stem, dot, suffix = name.rpartition(".")
+    return dot + suffix in (CORRUPT_SUFFIX, _REPAIRED_SUFFIX) and _is_object(stem)
+
+
+def _below(root: str, path: str) -> str:
+    """A path relative to the root that it begins with."""
+    assert path.startswith(f"{root}/"), (root, path)
+    return path[len(root) + 1 :]
 
 
 def _lock_shared(fd: int) -> bool:

@@ -19,7 +19,8 @@ class VersionStatus:
 
     Attributes:
         state: ``complete`` (on every node); ``replicated`` (its goal is met); ``unproven`` (it lies here, and
-            this start of the job does not know more).
+            this start of the job does not know more); ``withdrawn`` (an object is corrupt, and no good copy of it is
+            left).
         holders: object name -> indexes of the nodes known to hold it.
     """
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from flashpoint.confined import open_file
 from flashpoint.errors import CheckpointNotFoundError, InvalidIdError
 from flashpoint.ids import CheckpointContainerId, parse_container_name
 from flashpoint.objects import CheckpointObjectManager
@@ -172,7 +172,7 @@ def _reader(container: Container) -> Reader:
 def _fetch(folder: str, path: str, offset: int, length: int | None) -> bytes:
     """Bytes of a file of the index; no link is followed to it, and no pipe waited for."""
     try:
-        fd = os.open(f"{folder}/{path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = open_file(folder, path)
     except OSError as error:
         if path == MANIFEST_NAME and error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise CheckpointNotFoundError(
@@ -181,8 +181,6 @@ def _fetch(folder: str, path: str, offset: int, length: int | None) -> bytes:
         raise OcdbtError(f"{folder}/{path} of the index cannot be read: {error}") from None
     with os.fdopen(fd, "rb", buffering=0):
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise OcdbtError(f"{folder}/{path} of the index is not a regular file")
         if length is None:
             length = status.st_size
             if length > INDEX_MANIFEST_BYTES_MAX:

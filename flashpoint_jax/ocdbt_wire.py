@@ -26,6 +26,7 @@ NAMES_BYTES_MAX: Final = (
 )  # of one column's names written out: each may repeat all of the one before it
 U64_MAX: Final = 2**64 - 1
 
+_ZSTD_STEP_BYTES: Final = 1 << 20
 _MAGIC_AND_LENGTH: Final = 12
 _CRC_BYTES: Final = 4
 _VARINT_BYTES_MAX: Final = 10
@@ -93,12 +94,16 @@ def _zstd(data: bytes, what: str) -> bytes:
         ) from None
     try:
         with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(data) as reader:
-            body = bytes(reader.read(BODY_BYTES_MAX + 1))
+            body = bytearray()
+            while part := reader.read(
+                _ZSTD_STEP_BYTES
+            ):  # in steps: what is asked for at once is allocated at once
+                body += part
+                if len(body) > BODY_BYTES_MAX:
+                    raise OcdbtError(f"{what} has more than {BODY_BYTES_MAX} bytes when decompressed")
     except zstandard.ZstdError as error:
         raise OcdbtError(f"{what} is not what zstd wrote: {error}") from None
-    if len(body) > BODY_BYTES_MAX:
-        raise OcdbtError(f"{what} has more than {BODY_BYTES_MAX} bytes when decompressed")
-    return body
+    return bytes(body)
 
 
 # ---- reading ------------------------------------------------------------------------------------

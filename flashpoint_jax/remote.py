@@ -267,7 +267,10 @@ class ObjectServer:
             verified.add(i)
 
     def _parse(self, path: str) -> tuple[CheckpointContainerId, str]:
-        parts = unquote(urlsplit(path).path, errors="replace").split("/")
+        try:
+            parts = unquote(urlsplit(path).path, errors="replace").split("/")
+        except ValueError:  # of a host that cannot be
+            raise _HttpError(HTTPStatus.BAD_REQUEST) from None
         step = parse_container_name(parts[1]) if len(parts) == 3 and not parts[0] else None
         name = parts[-1]
         if step is None or "\0" in name:

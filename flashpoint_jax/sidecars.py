@@ -29,11 +29,12 @@ import msgspec
 import xxhash
 from orbax.checkpoint._src.metadata import sharding as sharding_metadata
 
-from flashpoint.errors import CheckpointNotFoundError, CorruptObjectError
+from flashpoint.confined import read_file
+from flashpoint.errors import CheckpointNotFoundError, CorruptObjectError, ManifestError
 from flashpoint.ids import CheckpointContainerId
 from flashpoint.manifest import Manifest, Value, plain_value
 from flashpoint.telemetry import warn_once
-from flashpoint_jax.folder import SUMS_FILE, write_files
+from flashpoint_jax.folder import SUMS_FILE, step_of, write_files
 from flashpoint_jax.plan import ArrayInfo
 from flashpoint_jax.zarr_index import ZarrFormat, index_files, plan_index, sources_of, uuid_of
 
@@ -43,6 +44,7 @@ ARRAYS_FOLDER: Final = "array_metadatas"
 KEY_IMPL: Final = "random_key_impl"
 STRINGS_FILE: Final = "_strings.json"  # Orbax's own handler writes it
 _SUMS_BYTES_MAX: Final = 1 << 20
+_SIDECAR_BYTES_MAX: Final = 1 << 30
 
 _STEP_VALUE: Final = (
     ".orbax/step"  # names of the plain values; no leaf's name has a slash and begins with a dot
@@ -152,8 +154,7 @@ def check_sidecars(folder: str, manifest: Manifest) -> None:
         raise _corrupt(folder, SUMS_FILE, "belongs to another save")
     for name, digest in sums.files.items():
         try:
-            with open(f"{folder}/{name}", "rb") as file:
-                data = file.read()
+            data = read_file(folder, name, _SIDECAR_BYTES_MAX)
         except OSError as error:
             raise _corrupt(folder, name, f"cannot be read ({error.strerror})") from None
         if xxhash.xxh3_128_hexdigest(data) != digest:
@@ -167,14 +168,13 @@ def _sealed(sums: _Sums) -> bytes:
 
 def _read_sums(folder: str) -> _Sums:
     try:
-        with open(f"{folder}/{SUMS_FILE}", "rb") as file:
-            line, _, trailer = file.read(_SUMS_BYTES_MAX).partition(b"\n")
+        line, _, trailer = read_file(folder, SUMS_FILE, _SUMS_BYTES_MAX).partition(b"\n")
         if trailer != xxhash.xxh3_128_hexdigest(line).encode() + b"\n":
             raise _corrupt(folder, SUMS_FILE, "is torn or garbled")
         return msgspec.json.decode(line, type=_Sums)
     except OSError as error:
         raise _corrupt(folder, SUMS_FILE, f"cannot be read ({error.strerror})") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise _corrupt(folder, SUMS_FILE, "is torn or garbled") from None
 
 
@@ -211,7 +211,12 @@ def index_of(
 def step_name_of(manifest: Manifest) -> str | None:
     """The name of Orbax's folder for this step; None where the version was saved without copies."""
     value = manifest.values_of(0).get(_STEP_VALUE)
-    return None if value is None else str(plain_value(value))
+    if value is None:
+        return None
+    name = str(plain_value(value))
+    if "/" in name or "\0" in name or step_of(name) is None:  # it is going to be a folder's
+        raise ManifestError(f"step {manifest.step} has no step's name: {name[:200]!r}")
+    return name
 
 
 def files_again(manifest: Manifest, ranks: Iterable[int]) -> dict[str, bytes]:
@@ -222,22 +227,39 @@ def files_again(manifest: Manifest, ranks: Iterable[int]) -> dict[str, bytes]:
 
     Raises:
         CheckpointNotFoundError: they are not in it.
+        ManifestError: they are garbled, or others than these.
     """
     values: Mapping[str, Value] = manifest.values_of(0)
     if _FILES_VALUE not in values:
         raise CheckpointNotFoundError(
             f"step {manifest.step} was saved without copies: a node that lost it cannot have it again"
         )
-    packed = base64.b64decode(plain_value(values[_FILES_VALUE]))
-    files: dict[str, str] = json.loads(zlib.decompress(packed))
-    custom = json.loads(plain_value(values[_CUSTOM_VALUE]))
-    tree = {**json.loads(files.pop(TREE_FILE)), "custom_metadata": custom}
+    try:
+        files = _unpacked(plain_value(values[_FILES_VALUE]))
+        tree = msgspec.json.decode(files.pop(TREE_FILE), type=dict[str, Any])
+        tree["custom_metadata"] = json.loads(plain_value(values[_CUSTOM_VALUE]))
+    except (ValueError, TypeError, KeyError, RecursionError, zlib.error) as error:
+        raise ManifestError(
+            f"step {manifest.step}: the files beside its objects are garbled: {error}"
+        ) from None
     found = {TREE_FILE: json.dumps(tree).encode()}
     arrays = files.pop(ARRAYS_FOLDER, None)
     found |= {name: text.encode() for name, text in files.items()}
     if arrays is not None:
         found |= {f"{ARRAYS_FOLDER}/process_{rank}": arrays.encode() for rank in ranks}
+    if not found.keys() <= {TREE_FILE, SHARDING_FILE, *(f"{ARRAYS_FOLDER}/process_{rank}" for rank in ranks)}:
+        raise ManifestError(
+            f"step {manifest.step} names files that do not lie beside objects: {sorted(files)[:5]!r}"
+        )
     return {**found, SUMS_FILE: sums_file(found, manifest.digest)}
+
+
+def _unpacked(text: str) -> dict[str, str]:
+    unpacking = zlib.decompressobj()
+    data = unpacking.decompress(base64.b64decode(text, validate=True), _SIDECAR_BYTES_MAX)
+    if not unpacking.eof:
+        raise ValueError("it is cut off, or too long")
+    return msgspec.json.decode(data, type=dict[str, str])
 
 
 def sharding_file(arrays: Sequence[ArrayInfo]) -> bytes:

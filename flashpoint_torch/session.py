@@ -40,7 +40,7 @@ from flashpoint.loader import MLFlashpointCheckpointLoader
 from flashpoint.memory import human_bytes
 from flashpoint.peers import Needs
 from flashpoint.recovery import left_out, left_out_sentences, mismatch
-from flashpoint.replication.orders import StorageReport
+from flashpoint.replication.orders import ScrubReport, StorageReport
 from flashpoint.retention import NOTHING, Version
 from flashpoint.retrieval import Need
 from flashpoint.saver import MLFlashpointCheckpointSaver, PendingCheckpoint
@@ -177,6 +177,19 @@ class Flashpoint:
         found = self._replication.report().storage if self._replication is not None else None
         if found is None:
             raise FlashpointError("this job drains to no storage: give init storage=...")
+        return found
+
+    def scrub_status(self) -> ScrubReport:
+        """What the node's agent has found, and repaired, in verifying again what lies in memory.
+
+        Raises:
+            FlashpointError: the node's agent does not answer, or nothing is scrubbed.
+        """
+        found = self._replication.report().scrub if self._replication is not None else None
+        if found is None:
+            raise FlashpointError(
+                "nothing is scrubbed: that takes copies or storage, and scrub_bytes_per_s above 0"
+            )
         return found
 
     def writer(self, *, overwrite: bool = False) -> FlashpointWriter:

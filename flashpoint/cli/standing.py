@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from flashpoint.cli.agents import Heard
 from flashpoint.cli.versions import COMPLETE, StoredVersion
 from flashpoint.ids import CheckpointObjectId
@@ -55,6 +57,7 @@ def report_of(job_root: str, heard: Heard, versions: Sequence[StoredVersion], ep
         "lag_steps": _lag(newest, told, drained),
         "recovery": _recovery(newest, aftermaths, drained),
         "storage": _storage(heard),
+        "scrub": _scrub(heard),
         "losses": [_loss(one, newest) for one in aftermaths],
     }
 
@@ -182,6 +185,11 @@ def _storage(heard: Heard) -> dict[str, Any] | None:
         "drained_step": found.step if has else None,
         "error": found.error,
     }
+
+
+def _scrub(heard: Heard) -> dict[str, Any] | None:
+    report = heard.report
+    return None if report is None or report.scrub is None else msgspec.structs.asdict(report.scrub)
 
 
 def _loss(one: Aftermath, newest: Version | None) -> dict[str, Any]:

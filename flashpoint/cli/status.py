@@ -11,11 +11,12 @@ JSON (null where it is not known):
   nodes[]        index, domain, ranks[], host, port, copies_to[], problem,
                  agent (here, alive, silent, or unknown: this node does not talk to it; dead: this node's own)
   versions[]     path, step, epoch, state (as in `flashpoint ls`), problem, bytes_here, objects_here, objects,
-                 created_unix_s, standing (unproven, complete, replicated),
+                 created_unix_s, standing (unproven, complete, replicated, withdrawn),
                  holders[] {nodes[], objects}: how many objects these nodes hold, and no others
   lag_steps      replicated, drained: so many steps are these behind the newest complete version
   recovery       after_a_crash, after_a_node, after_a_domain, after_all_nodes: at worst, each as goes_on_from
   storage        drained_epoch, drained_step, error
+  scrub          verified_bytes, corrupt, repaired, withdrawn (objects, by the agent of this node), last
   losses[]       kind (node, domain, silent: all nodes that are silent), name, nodes[],
                  goes_on_from {tier (memory, storage), epoch, step, steps_back} or null: from scratch,
                  lost_objects[] {epoch, step, objects}
@@ -189,6 +190,13 @@ def _show_versions(page: Page, report: dict[str, Any]) -> None:
         )
         if storage["error"]:
             page.line("  ", (f"the last drain failed: {storage['error']}", "bold red"))
+    scrub = report["scrub"]
+    if scrub is not None and scrub["corrupt"]:
+        page.line(
+            "  ",
+            (f"found corrupt in memory: {plural(scrub['corrupt'], 'object')}", "bold red"),
+            f", {scrub['repaired']} repaired, {scrub['withdrawn']} withdrawn; {scrub['last']}",
+        )
 
 
 def _version_row(version: dict[str, Any]) -> list[Cell]:

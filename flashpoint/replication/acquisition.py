@@ -129,7 +129,7 @@ class Acquisition:
         self._objects.remove_container(self._container)  # of a run that the job has left behind
         return None
 
-    def _take_buffers(self, version: CommitRecord) -> Transfer:
+    def _take_buffers(self, version: CommitRecord) -> Transfer | None:
         records = {record.name: record for record in version.objects}
         for one in self._wanted:
             if one.name not in records:

@@ -249,7 +249,7 @@ class AgentFolder:
                 raise ProtocolError("malformed", f"{path} can be written by others than its owner: delete it")
             if status.st_size > nbytes_max:
                 raise ProtocolError("malformed", f"{path} has {status.st_size} bytes, over {nbytes_max}")
-            data = file.read(nbytes_max)
+            data = file.read(status.st_size)  # not nbytes_max: that would be allocated
         try:
             return msgspec.json.decode(data, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from flashpoint.errors import FlashpointError
+from flashpoint.errors import FlashpointError, ManifestError
 from flashpoint.manifest import MANIFEST_NAME, ObjectRecord
 from flashpoint.objects import CheckpointObjectManager, ManifestSummary
 from flashpoint.replication.messages import Key
@@ -26,6 +26,7 @@ class Item:
         summary: of its manifest.
         records: its objects, by name.
         held: names of those that lie here.
+        set_aside: names of those that were found corrupt here, without a good copy anywhere.
         is_fresh: whether its folder changed so lately that the next change might bear the same time.
     """
 
@@ -33,6 +34,7 @@ class Item:
     summary: ManifestSummary
     records: dict[str, ObjectRecord]
     held: frozenset[str]
+    set_aside: frozenset[str]
     stamp: _Stamp
     is_fresh: bool
     _own: tuple[Collection[int], tuple[str, ...]] | None = None
@@ -80,8 +82,11 @@ class Inventory:
             held = self._objects.held_objects(container, summary.record.objects)
             key = Key(summary.record.epoch, step, summary.digest)
             is_fresh = abs(time.time_ns() - stamp[0]) < _TICK_NS
-            return Item(key, summary, records, frozenset(held), stamp, is_fresh)
-        except (FlashpointError, OSError):  # given up this moment, or garbled: the loader's to judge
+            set_aside = self._objects.objects_set_aside(container)
+            return Item(key, summary, records, frozenset(held), frozenset(set_aside), stamp, is_fresh)
+        except ManifestError:  # if it was whole before, a scrub mends it; or else it is the loader's to judge
+            return known
+        except (FlashpointError, OSError):  # given up this moment
             return None
 
 
@@ -91,7 +96,9 @@ def local_of(item: Item, ranks: Collection[int], world_size: int) -> Local:
     A version that another number of ranks wrote is not this membership's to place.
     """
     is_ours = item.summary.record.world_size == world_size
-    return Local(item.summary.nbytes, tuple(item.records), item.own(ranks), item.held, is_ours)
+    return Local(
+        item.summary.nbytes, tuple(item.records), item.own(ranks), item.held, is_ours, bool(item.set_aside)
+    )
 
 
 def _stamp(path: str) -> _Stamp:

@@ -10,6 +10,7 @@ import msgspec
 import zmq
 from msgspec import Meta
 
+from flashpoint.confined import open_file
 from flashpoint.errors import ProtocolError
 from flashpoint.replication.messages import Job
 
@@ -48,9 +49,11 @@ def read_keys(folder: str) -> JobKeys | None:
     """
     path = f"{folder}/{KEYS_NAME}"
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_file(folder, KEYS_NAME)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ProtocolError("keys", f"{path} is not one of ours: {error.strerror}; delete it") from None
     with open(fd, "rb") as file:
         status = os.fstat(fd)
         if status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0):

@@ -7,19 +7,21 @@ buffers, reading manifests) goes to one worker thread, so that the loop always a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import queue
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import flashpoint
 from flashpoint import trace
 from flashpoint.config import FlashpointConfig
 from flashpoint.errors import FlashpointError, ProtocolError, reason_of
+from flashpoint.manifest import MANIFEST_NAME
 from flashpoint.objects import CheckpointObjectManager
 from flashpoint.replication import limits, orders
 from flashpoint.replication.acquisition import Acquisition
@@ -40,6 +42,7 @@ from flashpoint.replication.inventory import Inventory, Item, local_of
 from flashpoint.replication.keys import JobKeys, read_keys, write_keys
 from flashpoint.replication.messages import Data, Fetch, Key, Refused, Span
 from flashpoint.replication.metrics import Standings, start_metrics
+from flashpoint.replication.repair import Repair
 from flashpoint.replication.replicator import (
     Acquire,
     Announce,
@@ -51,6 +54,7 @@ from flashpoint.replication.replicator import (
     Replicator,
     Say,
 )
+from flashpoint.replication.scrub import Mending, Scrubber
 from flashpoint.replication.serving import Served
 from flashpoint.replication.transfer import Credit
 from flashpoint.replication.transport import Transport
@@ -63,6 +67,7 @@ LOOK_S: Final = 0.5  # between two looks at the job root, when nobody tells of a
 TICK_S: Final = 0.1
 TICK_BUSY_S: Final = 0.02
 OPEN: Final = "open"
+_REPAIR_S: Final = 3600.0
 _LOGGED_MAX: Final = 1_024  # things that were said once and are not said again
 
 
@@ -94,6 +99,7 @@ class ReplicationManager:
             if config.metrics_port
             else None
         )
+        self._scrubber: Scrubber | None = None
         self._acquisitions: list[Acquisition] = []
         self._by_request: dict[int, Acquisition] = {}
         self._numbers = itertools.count(1)
@@ -107,6 +113,7 @@ class ReplicationManager:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="flashpoint-agent")
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
+        self._closed = False
         self._is_busy = True
         self._linger_until_s = 0.0
         self._ends_now = False
@@ -211,6 +218,7 @@ class ReplicationManager:
         self._transport.wake()
 
     def close(self) -> None:
+        self._closed = True
         self._buffers.stop()
         for acquisition in list(self._acquisitions):
             acquisition.cancel("closing", "the agent of this node ends")
@@ -220,6 +228,8 @@ class ReplicationManager:
             self._drainer.close()
         if self._metrics is not None:
             self._metrics.close()
+        if self._scrubber is not None:
+            self._scrubber.close()
         self._served.clear()
         self._transport.close()
         self.objects.close()
@@ -310,6 +320,8 @@ class ReplicationManager:
             local = {key: local_of(item, me.ranks, world_size) for key, item in self._items.items()}
             self._carry_out(self._replicator.found(local, now_s))
         self._offer_to_storage()
+        if self._scrubber is not None:
+            self._scrubber.offer(self._items)
         self._forget_waiters()
         if self._metrics is not None:
             self._metrics.show(self._standings())
@@ -391,9 +403,7 @@ class ReplicationManager:
         def end(error: tuple[str, str] | None) -> None:
             facts = {"step": key.step, "bytes": acquisition.nbytes, "error": error[0] if error else ""}
             trace.record("get objects", begin_s, time.perf_counter(), **facts)
-            self._acquisitions.remove(acquisition)
-            for number in [n for n, owner in self._by_request.items() if owner is acquisition]:
-                del self._by_request[number]
+            self._forget(acquisition)
             ended(error)
             if wanted and error is None:
                 keep = self._replicator.keep if self._replicator is not None else 0
@@ -414,6 +424,70 @@ class ReplicationManager:
         self._acquisitions.append(acquisition)
         self._work(acquisition.prepare)
         return acquisition
+
+    def _forget(self, acquisition: Acquisition) -> None:
+        self._acquisitions.remove(acquisition)
+        for number in [n for n, owner in self._by_request.items() if owner is acquisition]:
+            del self._by_request[number]
+
+    def _mend(self, key: Key, name: str) -> tuple[Mending, str]:
+        """Have an object repaired by the loop. In the scrub's thread."""
+        outcome: Future[tuple[Mending, str]] = Future()
+
+        def begin() -> None:
+            try:
+                self._repair(key, name, outcome)
+            except Exception as error:
+                outcome.set_exception(error)
+
+        self._results.put(begin)
+        self._transport.wake()
+        until_s = time.monotonic() + _REPAIR_S
+        try:
+            while time.monotonic() < until_s and not self._closed:
+                with contextlib.suppress(TimeoutError):
+                    return outcome.result(TICK_S)
+        except Exception as error:
+            return Mending.FAILED, reason_of(error)
+        return Mending.FAILED, "the agent ends, or has too much to do"
+
+    def _repair(self, key: Key, name: str, outcome: Future[tuple[Mending, str]]) -> None:
+        item = self._items.get(key)
+        sources = self._replicator.sources_of(key, name) if self._replicator is not None else None
+        if item is None or sources is None:
+            outcome.set_result((Mending.FAILED, "no node is known to hold it in this start of the job"))
+            return
+
+        def ended(error: tuple[str, str] | None) -> None:
+            self._served.forget_one(key, name)
+            self._look()
+            if error is None:
+                outcome.set_result((Mending.REPAIRED, f"with {acquisition.nbytes} bytes of other nodes"))
+            elif isinstance(acquisition, Repair) and acquisition.is_lost:
+                outcome.set_result((Mending.LOST, error[1]))
+            else:
+                outcome.set_result((Mending.FAILED, f"{error[0]}: {error[1]}"))
+
+        if name == MANIFEST_NAME:
+            acquisition = self._acquire(key, [], item.summary.nbytes, sources, ended)
+            return
+
+        def end(error: tuple[str, str] | None) -> None:
+            self._forget(acquisition)
+            ended(error)
+
+        acquisition = Repair(
+            self.objects,
+            key,
+            name,
+            sources,
+            credit=self._credit,
+            numbers=self._numbers,
+            timeout_s=self.config.peer_timeout_s,
+            on_end=end,
+        )
+        self._acquisitions.append(acquisition)
+        self._work(acquisition.prepare)
 
     def _copied_sizes(self, key: Key) -> list[int]:
         """Of those objects of a version that lie in this node's pool of copies."""
@@ -614,6 +688,13 @@ class ReplicationManager:
                 leader=membership.leader,
                 ranks=membership.members[assignment.index].ranks,
             )
+        if self._scrubber is None and self.config.scrub_bytes_per_s:
+            self._scrubber = Scrubber(
+                self.objects,
+                self.config.scrub_bytes_per_s,
+                is_busy=lambda: bool(self._acquisitions),
+                mend=self._mend,
+            )
         for index in membership.neighbours(assignment.index):
             self._transport.greet(index)  # they learn where this agent listens, and it whether they live
         self._next_look_s = 0.0
@@ -640,6 +721,10 @@ class ReplicationManager:
         """Tell those who wait for a version that is gone: it was given up for a newer one."""
         here = {Version(key.epoch, key.step) for key in self._items}
         newest = max(here, default=None)
+        for key, item in self._items.items():
+            if item.set_aside:
+                text = f"step {key.step} was withdrawn: no good copy is left of {min(item.set_aside)}"
+                self._answer_waiters(Version(key.epoch, key.step), text)
         for version in [v for v in self._waiters if v not in here and newest is not None and v < newest]:
             self._answer_waiters(
                 version, f"step {version.step} was given up for a newer one before it was replicated"
@@ -670,11 +755,16 @@ class ReplicationManager:
             return orders.Report(number, (), {})
         self._look()
         versions = tuple(
-            orders.VersionReport(key, replicator.standing(key).name.lower(), replicator.known_holders(key))
+            orders.VersionReport(
+                key,
+                "withdrawn" if replicator.is_withdrawn(key) else replicator.standing(key).name.lower(),
+                replicator.known_holders(key),
+            )
             for key in sorted(self._items, reverse=True)
         )
         storage = None
         if self._drainer is not None:
             last = self._drainer.last or Version(-1, -1)
             storage = orders.StorageReport(last.epoch, last.step, self._drainer.error)
-        return orders.Report(number, versions, dict(self._peers), storage)
+        scrub = self._scrubber.report if self._scrubber is not None else None
+        return orders.Report(number, versions, dict(self._peers), storage, scrub)

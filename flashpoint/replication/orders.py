@@ -158,6 +158,22 @@ class StorageReport(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
+class ScrubReport(msgspec.Struct, frozen=True, array_like=True):
+    """What verifying again what lies in memory has found on this node, since its agent was started.
+
+    Attributes:
+        verified_bytes: again and again.
+        corrupt, repaired, withdrawn: objects; what is neither repaired nor withdrawn is tried again.
+        last: of the last object found corrupt, in words; empty if there was none.
+    """
+
+    verified_bytes: int = 0
+    corrupt: int = 0
+    repaired: int = 0
+    withdrawn: int = 0
+    last: str = ""
+
+
 class Done(Order, frozen=True, tag="done"):
     """The order was carried out. ``nbytes`` that came from peers, where some did."""
 
@@ -175,7 +191,7 @@ class VersionReport(msgspec.Struct, frozen=True, array_like=True):
     """How a version stands, as this node knows it.
 
     Attributes:
-        state: ``unproven``, ``complete`` or ``replicated``.
+        state: ``unproven``, ``complete``, ``replicated``; or ``withdrawn``: it is corrupt, with no good copy left.
         holders: object name -> indexes of the nodes that hold it, its own among them.
     """
 
@@ -190,6 +206,7 @@ class Report(Order, frozen=True, tag="report"):
     versions: tuple[VersionReport, ...]
     peers: dict[int, str]
     storage: StorageReport | None = None
+    scrub: ScrubReport | None = None
 
 
 Orders = (

@@ -8,6 +8,9 @@
     node   --retract-->  leader    I said met, and would give the version up now
     node   <-retracted-  leader    do: it was not replicated, and will not be
 
+A version of which an object is corrupt here, with no good copy anywhere, is *withdrawn*: this node takes its word
+back where it still can, and counts it for nothing.
+
     node   --farewell--> neighbour my job is done, and I need nothing of you any more
     node   <-heard-----  neighbour
 
@@ -23,6 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
+from flashpoint.manifest import MANIFEST_NAME
 from flashpoint.replication import limits
 from flashpoint.replication.membership import Membership
 from flashpoint.replication.messages import (
@@ -56,6 +60,7 @@ class Local(NamedTuple):
         own: those that this node's ranks wrote.
         held: objects of any rank that lie here, whole.
         is_ours: whether the very ranks of this membership wrote it; else placement says nothing of it.
+        is_withdrawn: an object was set aside here: nobody has good bytes of it.
     """
 
     manifest_nbytes: int
@@ -63,6 +68,7 @@ class Local(NamedTuple):
     own: tuple[str, ...]
     held: frozenset[str]
     is_ours: bool
+    is_withdrawn: bool = False
 
 
 class Stage(Enum):
@@ -140,6 +146,7 @@ class Note(NamedTuple):
     text: str
 
 
+_MANIFEST_SOURCES_MAX: Final = 8  # every node has it
 _RETRACTS_MAX: Final = 2  # versions to be given up that wait for the leader's word
 
 Effect = Say | Answer | Acquire | Delete | GiveUp | Announce | Note
@@ -237,6 +244,9 @@ class Replicator:
         for keys in (self._replicated, self._confirmed, self._promised, self._inherited, self._retracted):
             keys &= local.keys()
         self._retracts = {key: repeat for key, repeat in self._retracts.items() if key in local}
+        for key in local:
+            if local[key].is_withdrawn:
+                self._withdraw(key)
         return self.tick(now_s)
 
     def completed(self, version: Version, now_s: float) -> list[Effect]:
@@ -362,7 +372,7 @@ class Replicator:
 
     def _may_replicate(self, key: Key) -> bool:
         local = self._local[key]
-        if not local.is_ours or not local.held.issuperset(local.own):
+        if local.is_withdrawn or not local.is_ours or not local.held.issuperset(local.own):
             return False
         # An older epoch's version may be one that no node can complete any more. Copies of it on a node that
         # has dropped it would bring it back from the dead, so its turn comes when the job has settled on it.
@@ -418,7 +428,19 @@ class Replicator:
         if key in self._promised or key in self._replicated:
             return True
         # Each of those is memory that waits for the leader's word, and there may be no leader.
-        return key not in self._retracted and len(self._retracts) < _RETRACTS_MAX
+        waiting = sum(not self._local[other].is_withdrawn for other in self._retracts)
+        return key not in self._retracted and waiting < _RETRACTS_MAX
+
+    def _withdraw(self, key: Key) -> None:
+        """Have the leader not count on this node for a version, should it not be replicated yet."""
+        if key in self._replicated or key in self._retracted:
+            return
+        if self.index == self.membership.leader:
+            self._met_by.get(key, set()).discard(self.index)
+        elif key in self._promised or (self._inherited is not None and key in self._inherited):
+            self._retracts.setdefault(key, _Repeat())
+            return
+        self._retracted.add(key)
 
     # ---- as a holder ------------------------------------------------------------------------------
 
@@ -527,11 +549,27 @@ class Replicator:
     # ---- how versions stand -----------------------------------------------------------------------
 
     def standing(self, key: Key) -> Standing:
+        if self.is_withdrawn(key):
+            return Standing.UNPROVEN  # whatever it was, it supersedes nothing
         if key in self._replicated:
             return Standing.REPLICATED
         if _version(key) in self._complete:
             return Standing.COMPLETE
         return Standing.UNPROVEN
+
+    def is_withdrawn(self, key: Key) -> bool:
+        local = self._local.get(key)
+        return local is not None and local.is_withdrawn
+
+    def sources_of(self, key: Key, name: str) -> tuple[int, ...] | None:
+        """The other nodes that should hold an object, or the manifest; None where placement says nothing of it."""
+        if name == MANIFEST_NAME:
+            return tuple(sorted(self.membership.neighbours(self.index)))[:_MANIFEST_SOURCES_MAX]
+        local = self._local.get(key)
+        home = self.membership.node_of_rank(_rank(name))
+        if local is None or not local.is_ours or home is None:
+            return None
+        return tuple(index for index in (home, *self.membership.holders(home)) if index != self.index)
 
     @property
     def is_busy(self) -> bool:
@@ -552,6 +590,8 @@ class Replicator:
                 home = self.membership.node_of_rank(_rank(name))
                 if home is not None:
                     holders[name].update((home, *self.membership.holders(home)))
+                    if name not in local.held:
+                        holders[name].discard(self.index)
         return {name: tuple(sorted(nodes)) for name, nodes in holders.items()}
 
     def _give_up(self) -> list[Effect]:

@@ -63,6 +63,10 @@ class Served:
             raise ProtocolError("no-object", f"{key} has no object {name}")
         return self._objects.map_object(container, item.records[name]).data
 
+    def forget_one(self, key: Key, name: str) -> None:
+        """Unmap what was replaced."""
+        self._mapped.pop((key, name), None)
+
     def forget(self, is_gone: Callable[[Key], bool]) -> None:
         """Unmap versions that are gone: their locks would keep the buffers from being recycled."""
         for served in [served for served in self._mapped if is_gone(served[0])]:

@@ -22,6 +22,8 @@ from flashpoint.replication.chunks import Chunk, ChunkState, Progress, Request, 
 from flashpoint.replication.messages import AGAIN
 
 _CHUNK_BYTES_MIN: Final = 4096
+_WRONG: Final = "wrong checksum"
+_LACKS: Final = frozenset({"corrupt", "no-object", "no-version"})  # codes of a source that will never give it
 
 
 class Ask(NamedTuple):
@@ -95,6 +97,7 @@ class Transfer:
 
     Attributes:
         failed: why there is no hope any more; nothing is asked for after that.
+        is_lost: whether it failed because every source said that it lacks a chunk, or gave wrong bytes for it.
         nbytes_received: of answers to requests, also those that turned out bad.
         bad_chunks: how often each source gave a wrong chunk.
 
@@ -112,6 +115,7 @@ class Transfer:
         version: str = "this version",
     ) -> None:
         self.failed: ReplicationError | None = None
+        self.is_lost = False
         self.nbytes_received = 0
         self.bad_chunks: dict[int, int] = {}
         self._credit = credit
@@ -148,6 +152,7 @@ class Transfer:
             self._open[source] = None
             (source.others if place else source.first).append(obj)
         if not want.sources and self.failed is None:
+            self.is_lost = True
             self._fail(f"{want.name}, chunk {want.chunks[0]}: no node is known to hold it")
 
     # ---- what to ask for --------------------------------------------------------------------------
@@ -244,7 +249,7 @@ class Transfer:
         assert found.source is not None
         index = found.source.index
         self.bad_chunks[index] = self.bad_chunks.get(index, 0) + 1
-        self._count_failure(found, index, "wrong checksum")
+        self._count_failure(found, index, _WRONG)
         found.source = None
         self._place(found)
 
@@ -396,6 +401,11 @@ class Transfer:
             return
         sources = self._sources_of(chunk)
         if not sources:
+            used_up = chunk.obj.used_up
+            self.is_lost = all(
+                used_up[i] in _LACKS if i in used_up else chunk.reasons[i] == _WRONG
+                for i in chunk.obj.want.sources
+            )
             self._fail(self._told_of(chunk))
             return
         up = [source for source in sources if source.is_up]

@@ -23,6 +23,7 @@ from flashpoint.replication.replicator import (
     Replicator,
     Say,
 )
+from flashpoint.replication.scrub_schedule import Held, Piece, ScrubSchedule
 from flashpoint.replication.transfer import Credit, Transfer
 from flashpoint.retention import Version
 from flashpoint.simulate.memory import Content, name_of, rank_of
@@ -34,6 +35,8 @@ TICK_S: Final = 0.5
 LOOK_S: Final = 0.5
 TIMEOUT_S: Final = 20.0
 _QUEUED_MAX: Final = 64
+SCRUB_BYTES_PER_S: Final = 64 << 10
+SCRUB_REST_S: Final = 4.0
 _MANIFEST: Final = -1  # in place of an object's rank
 _CHUNK_BYTES: Final = 4096
 _CHUNKS: Final = (0, 1)
@@ -65,6 +68,8 @@ class Agent:
         self._numbers = itertools.count(1)
         self._credit = Credit()
         self._next_look_s = 0.0
+        self._scrub = ScrubSchedule(SCRUB_BYTES_PER_S, rest_s=SCRUB_REST_S)
+        self._next_scrub_s = 0.0
         if assigned is not None:
             self.configure(assigned)
         world.scheduler.after(world.rng.uniform(0, TICK_S), self._turn)
@@ -107,6 +112,8 @@ class Agent:
             self.look()
         elif self.replicator is not None:
             self._do(self.replicator.tick(now_s))
+        if now_s >= self._next_scrub_s and self.replicator is not None:
+            self._scrub_next(now_s)
         self.world.scheduler.after(TICK_S / 4 if self._acquisitions else TICK_S, self._turn)
 
     def look(self) -> None:
@@ -256,6 +263,55 @@ class Agent:
             del self.memory.containers[key.step]
         self._next_look_s = 0.0
 
+    # ---- scrubbing --------------------------------------------------------------------------------
+
+    def _scrub_next(self, now_s: float) -> None:
+        """As `flashpoint.replication.scrub`, of one object after the other."""
+        held = Held(2 * _CHUNK_BYTES, _CHUNK_BYTES)
+        here = {key: found for key in self.memory.complete() if (found := self.memory.get(key))}
+        self._scrub.found({key: {name_of(r): held for r in found.objects} for key, found in here.items()})
+        piece = self._scrub.next(now_s, is_busy=bool(self._acquisitions))
+        if not isinstance(piece, Piece):
+            self._next_scrub_s = now_s + piece
+            return
+        content = here[piece.key].objects[rank_of(piece.name)]
+        if self._is_as_sealed(content, piece.key, rank_of(piece.name)):
+            self._scrub.verified(piece, now_s)
+        else:
+            self._next_scrub_s = float("inf")  # until it is mended, or is not
+            self._mend(piece.key, rank_of(piece.name))
+
+    def _is_as_sealed(self, content: Content, key: Key, rank: int) -> bool:
+        return content == Content(key.digest, rank)
+
+    def _mend(self, key: Key, rank: int) -> None:
+        name = name_of(rank)
+        assert self.replicator is not None
+
+        def ended(code: str) -> None:
+            now_s = self.world.scheduler.now_s
+            self._next_scrub_s = now_s
+            if not self.is_alive:
+                return
+            if not code:
+                self._scrub.mended(key, name, now_s)
+            else:
+                self._scrub.failed(key, name, now_s)
+                if code == "lost":
+                    self._set_aside(key, rank)
+            self.look()
+
+        sources = self.replicator.sources_of(key, name) or ()
+        self._acquisitions.append(_Repair(self, key, {rank: sources}, (), ended))
+        self._acquisitions[-1].prepare()
+
+    def _set_aside(self, key: Key, rank: int) -> None:
+        found = self.memory.get(key)
+        if found is not None and rank in found.objects:
+            self.world.checker.sets_aside(self.index, key, found.objects[rank])
+            del found.objects[rank]
+            found.set_aside.add(rank)
+
     # ---- bulk -------------------------------------------------------------------------------------
 
     def fetch(self, source: int, number: int, key: Key, rank: int, begin: int, end: int) -> None:
@@ -389,7 +445,7 @@ class _Acquisition:
         if transfer is None:
             return
         if transfer.failed is not None:
-            self.end("no-source")
+            self.end("lost" if transfer.is_lost else "no-source")
             return
         found = memory.containers.get(self._key.step)
         for want in transfer.finished():
@@ -407,6 +463,7 @@ class _Acquisition:
             else:
                 self._agent.world.checker.keeps(self._agent.index, self._key, content)
                 found.objects[self._ranks[want]] = content
+                found.set_aside.discard(self._ranks[want])
         if transfer.done:
             if self._ranks == [_MANIFEST]:
                 self._transfer = None
@@ -438,3 +495,22 @@ class _Acquisition:
             self._transfer.close()
         self._agent.ended(self)
         self._ended(code)
+
+
+class _Repair(_Acquisition):
+    """Of an object that lies here, and is corrupt; as `flashpoint.replication.repair`."""
+
+    def prepare(self) -> None:
+        found = self._agent.memory.get(self._key)
+        if self._agent.memory.is_full:
+            self.end("no-space")
+        elif found is None:
+            self.end("no-version")
+        else:
+            self._begin(list(self._sources))
+
+    def _progress(self) -> None:
+        if self._agent.memory.get(self._key) is None:
+            self.end("no-version")  # given up, or being saved again
+        else:
+            super()._progress()

@@ -75,6 +75,12 @@ class Checker:
         if not content.good or content.save != key.digest:
             raise Violation(f"I1: node {node} keeps {content} as an object of {key}")
 
+    def sets_aside(self, node: int, key: Key, content: Content) -> None:
+        """A node takes an object for lost: only what is corrupt may be."""
+        self.look()  # what was met is met, also if it is lost now
+        if content == Content(key.digest, content.rank):
+            raise Violation(f"I3: node {node} sets {content} of {key} aside, and it is good")
+
     def replaces(self, node: int, old: Key, new: Key) -> None:
         """A copy takes the place of another save of the same step."""
         if old.epoch >= new.epoch:
@@ -109,6 +115,13 @@ class Checker:
             if all(self._holders(key, rank, memories) for rank in self._homes):
                 return key
         return None
+
+    def rotten(self, key: Key) -> str:
+        """A node that lacks a good copy of what it should hold of a version, in words; empty if there is none."""
+        for rank, homes in sorted(self._homes.items()):
+            if lacking := homes - self._holders(key, rank, self._world.memories):
+                return f"node {min(lacking)} has no good copy of rank {rank}'s object"
+        return ""
 
     def is_met(self, key: Key) -> bool:
         """Whether all copies are, or were before a fault took them, where they should be."""

@@ -74,7 +74,7 @@ class Job:
             step += 1
             last_saves -= world.is_quiet
             yield from self._save(step)
-            while world.waits and not self._is_replicated(step):
+            while world.waits and not (self._is_replicated(step) or self._is_withdrawn(step)):
                 yield 0.1
         self.is_done = True
 
@@ -89,6 +89,13 @@ class Job:
                 if (key.epoch, key.step) == (self.epoch, step)
             )
             for agent in self.world.agents
+        )
+
+    def _is_withdrawn(self, step: int) -> bool:
+        """Whether an agent has told its rank that the wait for this version is in vain."""
+        return any(
+            (found := memory.containers.get(step)) is not None and found.set_aside
+            for memory in self.world.memories
         )
 
     def _revive(self) -> Process:
@@ -130,6 +137,7 @@ class Job:
             yield votes.come()
             yield self._pause()
             container.objects = {rank: container.objects[rank]}  # no strays
+            container.set_aside.clear()
             container.manifest = key
             yield self._pause()
             yield written.come()

@@ -26,6 +26,7 @@ class Container:
     manifest: Key | None = None
     objects: dict[int, Content] = field(default_factory=dict)
     markers: set[int] = field(default_factory=set)
+    set_aside: set[int] = field(default_factory=set)
 
     @property
     def is_complete(self) -> bool:
@@ -60,15 +61,17 @@ class Memory:
         everything = tuple(name_of(rank) for rank in range(world_size))
         own = tuple(name_of(rank) for rank in ranks)
         return {
-            key: Local(100, everything, own, frozenset(map(name_of, self.containers[key.step].objects)), True)
+            key: Local(
+                100,
+                everything,
+                own,
+                frozenset(map(name_of, found.objects)),
+                is_ours=True,
+                is_withdrawn=bool(found.set_aside - found.objects.keys()),
+            )
             for key in self.complete()
+            if (found := self.containers[key.step])
         }
-
-    def heal(self) -> None:
-        """Undo what has rotted: what a scrub would find and repair is not simulated."""
-        for container in self.containers.values():
-            for rank, content in container.objects.items():
-                container.objects[rank] = content._replace(good=True)
 
     def collect_garbage(self) -> None:
         """As `CheckpointObjectManager.collect_garbage`, while no rank of this node lives."""

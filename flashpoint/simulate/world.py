@@ -158,9 +158,10 @@ class World:
         self.network.heal()
         for memory in self.memories:
             memory.is_full = False
-            memory.heal()
         self.restart_job()
         self.is_quiet = True
+        self._await_rest()
+        self._rot_all_over()
         self._await_rest()
         for indexes in (
             range(self.settings.nodes),
@@ -173,6 +174,18 @@ class World:
         self.scheduler.run(self.scheduler.now_s + _SILENT_S)
         if self.network.messages != messages:
             raise Violation("I4: something is told for ever")
+
+    def _rot_all_over(self) -> None:
+        """One copy of each object of the newest version rots: with another one left, it is repaired."""
+        newest = self.checker.newest_whole()
+        if newest is None or not self.settings.copies:
+            return
+        for rank in range(self.settings.nodes):
+            held = [found.objects for memory in self.memories if (found := memory.get(newest)) is not None]
+            good = [objects for objects in held if rank in objects and objects[rank].good]
+            if len(good) > 1:
+                objects = self.rng.choice(good)
+                objects[rank] = objects[rank]._replace(good=False)
 
     def _await_rest(self) -> None:
         until_s = self.scheduler.now_s + _QUIET_S
@@ -202,6 +215,8 @@ class World:
         for agent in self.agents:
             if agent.replicator is None or agent.replicator.standing(newest) is not Standing.REPLICATED:
                 return f"I4: node {agent.index} never hears that {newest} is replicated"
+        if rotten := self.checker.rotten(newest):
+            return f"I1: {rotten} of {newest}, and others have"
         for index, memory in enumerate(self.memories):
             if len(memory.complete()) > self.settings.keep:
                 return f"I6: node {index} keeps {sorted(memory.complete())}"

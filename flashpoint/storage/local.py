@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from flashpoint.confined import open_file
 from flashpoint.errors import CheckpointNotFoundError, StorageError
 from flashpoint.storage.store import Stored
 
@@ -62,7 +63,7 @@ class LocalStore:
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         with self._errors("reading", name):
             try:
-                with open(self._at(name), "rb") as file:
+                with open(open_file(self.path, name, of_any_owner=True), "rb") as file:
                     file.seek(begin)
                     return file.read(-1 if end is None else max(end - begin, 0))
             except (FileNotFoundError, NotADirectoryError):

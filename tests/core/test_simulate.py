@@ -130,6 +130,19 @@ def recovery_does_not_verify(patch: Patch) -> None:
     patch.setattr(recovery, "_is_right", lambda content, key, rank: True)
 
 
+def a_scrub_takes_bad_for_good(patch: Patch) -> None:
+    patch.setattr(Agent, "_is_as_sealed", lambda self, content, key, rank: True)
+
+
+def a_scrub_sets_aside_without_asking(patch: Patch) -> None:
+    patch.setattr(Agent, "_is_as_sealed", lambda self, content, key, rank: False)
+    patch.setattr(Agent, "_mend", lambda self, key, rank: self._set_aside(key, rank))
+
+
+def a_repair_is_not_kept(patch: Patch) -> None:
+    patch.setattr(Agent, "_mend", lambda self, key, rank: None)
+
+
 BUGS: list[Callable[[Patch], None]] = [
     given_up_too_soon,
     met_by_one_holder_of_all,
@@ -144,6 +157,9 @@ BUGS: list[Callable[[Patch], None]] = [
     recovery_does_not_look_whether_all_is_there,
     held_though_it_did_not_come,
     recovery_does_not_verify,
+    a_scrub_takes_bad_for_good,
+    a_scrub_sets_aside_without_asking,
+    a_repair_is_not_kept,
 ]
 
 

@@ -147,6 +147,7 @@ def test_without_the_token_nothing_is_told(server, token):
         connection.close()
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize(
     "path",
     [
@@ -202,6 +203,7 @@ def test_links_and_pipes_are_not_followed(server, path, tmp_path):
             assert request(server, f"/step-1_ckpt/{name}")[0] == 404
 
 
+@pytest.mark.fault(36)
 def test_a_container_that_is_a_link_is_not_served(server, path, job_root):
     os.rename(path, f"{job_root}/elsewhere")
     os.symlink("elsewhere", path)

@@ -331,12 +331,14 @@ def damage_and_detect(job_root: str, *, seed: int, times: int = 1) -> None:
     assert tally["dcp.load: refused"] >= 400 * times
 
 
+@pytest.mark.fault(20)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.fault(20, 22, 23, 24, 25)
 def test_2000_damages_are_all_detected(job_root: str) -> None:
     damage_and_detect(job_root, seed=0)
 
 
+@pytest.mark.fault(20)
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -378,8 +378,8 @@ class Nodes:
         for node in self.nodes:
             for name in node.objects(step):
                 if int(name[4:9]) == node.index:
-                    self.truth[step, name] = _digest(node.path(step, name))
-        self.truth[step, MANIFEST_NAME] = _digest(self.nodes[0].path(step, MANIFEST_NAME))
+                    self.truth[step, name] = digest_of(node.path(step, name))
+        self.truth[step, MANIFEST_NAME] = digest_of(self.nodes[0].path(step, MANIFEST_NAME))
         if tell:
             self.tell(step)
 
@@ -421,7 +421,7 @@ class Nodes:
             linked = _linked(path)
             if self._checked.get(path) == linked:
                 return 0
-            found = _digest(path)
+            found = digest_of(path)
             # What was given up in between may be written again: it is committed nowhere then.
             assert found == expected or _linked(path) != linked, f"{path} has wrong bytes"
             self._checked[path] = linked
@@ -459,7 +459,7 @@ def _bytes(step: int, rank: int, nbytes: int) -> np.ndarray:
     return np.random.default_rng((step, rank)).integers(0, 256, nbytes, dtype=np.uint8)
 
 
-def _digest(path: str) -> str:
+def digest_of(path: str) -> str:
     with open(path, "rb") as file:
         return xxhash.xxh3_128_hexdigest(file.read())
 

@@ -231,6 +231,7 @@ def unchanged(nodes: Nodes, index: int = 0) -> Callable[[], None]:
     return compare
 
 
+@pytest.mark.fault(37)
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
@@ -272,6 +273,7 @@ def test_a_hello_of_another_release_is_told_which_one_this_is(
     assert len(logged(caplog, "127.0.0.1", "version 1, not 9")) == 1
 
 
+@pytest.mark.fault(37)
 @pytest.mark.parametrize("knows_server", [True, False])
 @pytest.mark.fault(37)
 def test_whoever_has_another_key_is_not_heard(
@@ -363,6 +365,7 @@ def refusals(impostor: Impostor) -> list[str]:
 NAMES = ["/etc/passwd", "../../x", "rank00000-0.safetensors/../x", "rank00000-0.safetensors\0", "x" * 65, ""]
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.fault(35)
 def test_names_that_lead_elsewhere_are_refused(
@@ -382,6 +385,7 @@ def test_names_that_lead_elsewhere_are_refused(
     assert len(logged(caplog, "127.0.0.1", "malformed")) == 1, logged(caplog)
 
 
+@pytest.mark.fault(34)
 @pytest.mark.parametrize("nbytes", [-1, 0, 1 << 62, (2 << 30) + 1, (1 << 64) - 1])
 @pytest.mark.fault(34)
 def test_a_manifest_of_an_impossible_size_is_refused_before_anything_is_allocated(
@@ -402,6 +406,7 @@ def test_a_manifest_of_an_impossible_size_is_refused_before_anything_is_allocate
     assert len(logged(caplog, "127.0.0.1", code)) == 1, logged(caplog)
 
 
+@pytest.mark.fault(34)
 @pytest.mark.parametrize(
     ("begin", "end"),
     [(0, 0), (5, 4), (0, 1 << 62), (1 << 62, (1 << 62) + 1), (0, limits.FRAME_BYTES + 1)],
@@ -501,6 +506,7 @@ def test_a_link_at_the_source_is_neither_offered_nor_served(caplog: pytest.LogCa
         assert nodes[1].objects(1) == {name_of_rank(1)}
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("with_manifest", [True, False])
 @pytest.mark.fault(36)
 def test_a_container_that_is_a_link_is_refused_and_what_it_leads_to_left_alone(

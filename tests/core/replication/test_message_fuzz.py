@@ -163,6 +163,7 @@ def test_a_fetch_asks_for_one_span_at_least_and_for_no_more_than_a_peer_queues()
             messages.decode_fetch(messages.encode(messages.Fetch(KEY, (span,) * count)))
 
 
+@pytest.mark.fault(34)
 def test_mutated_messages_are_survived():
     tracemalloc.start()
     try:
@@ -174,6 +175,7 @@ def test_mutated_messages_are_survived():
     assert passed + survive(50_000 - 50_000 // 10, seed=2) > 1000
 
 
+@pytest.mark.fault(34)
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_a_million_mutated_messages_are_survived():
@@ -187,6 +189,7 @@ def test_a_million_mutated_messages_are_survived():
     survive(900_000, seed=4)
 
 
+@pytest.mark.fault(34)
 @pytest.mark.parametrize("bomb", HUGE)
 @pytest.mark.fault(34)
 def test_length_bombs_take_no_memory(bomb):

@@ -409,3 +409,81 @@ def test_all_nodes_of_a_job_that_is_done_go_however_messages_fare(seed: int) -> 
         world.do(index, node.released(world.now_s))
     world.run(300)
     assert all(node.may_go for node in world.replicators)
+
+
+# ---- versions that are corrupt, with no good copy left ------------------------------------------------
+
+
+def local(version_names: Iterable[int], own: int, held: Iterable[int], *, withdrawn: bool = False) -> Local:
+    names = tuple(map(name, version_names))
+    return Local(1, names, (name(own),), frozenset(map(name, held)), True, withdrawn)
+
+
+def test_a_withdrawn_version_is_neither_offered_nor_met_and_supersedes_nothing() -> None:
+    node = Replicator(membership(3), 1, keep=1)
+    node.found({key(1): local(range(3), 1, (0, 1))}, 0.0)
+    node.replied(2, Held(key(1)), 0.0)
+    assert node.replied(0, Outcome(key(1), replicated=True), 0.0)
+    both = {key(1): local(range(3), 1, (0, 1)), key(2): local(range(3), 1, (0,), withdrawn=True)}
+    effects = node.found(both, 1.0) + node.completed(Version(1, 2), 1.0) + node.tick(100.0)
+    assert not [e for e in effects if isinstance(e, GiveUp)]
+    assert not [
+        e
+        for e in effects
+        if isinstance(e, Say) and isinstance(e.message, Offer | Met) and e.message.key == key(2)
+    ]
+    assert node.standing(key(2)) is Standing.UNPROVEN
+    assert node.is_withdrawn(key(2)) and not node.is_withdrawn(key(1))
+    assert not node.is_busy
+    assert 1 not in node.known_holders(key(2))[name(1)]
+
+
+def test_what_was_promised_is_asked_back_before_it_counts_for_nothing() -> None:
+    node = Replicator(membership(3), 1, keep=1)
+    node.found({key(2): local(range(3), 1, (0, 1))}, 0.0)
+    effects = node.replied(2, Held(key(2)), 0.0)
+    assert Say(0, Met(key(2))) in effects
+    effects = node.found({key(2): local(range(3), 1, (0,), withdrawn=True)}, 1.0)
+    assert Say(0, Retract(key(2))) in effects
+    assert Say(0, Retract(key(2))) in node.tick(100.0)  # until it is answered
+    node.replied(0, Retracted(key(2)), 101.0)
+    # Also when it is whole again: the leader counts on this node's word no more.
+    effects = node.found({key(2): local(range(3), 1, (0, 1))}, 200.0) + node.tick(300.0)
+    assert not [e for e in effects if isinstance(e, Say) and isinstance(e.message, Met | Retract)]
+
+
+def test_a_leader_counts_itself_no_more_when_it_withdraws() -> None:
+    leader = Replicator(membership(2), 0, keep=1)
+    leader.found({key(2): local(range(2), 0, (0, 1))}, 0.0)
+    leader.replied(1, Held(key(2)), 0.0)
+    leader.found({key(2): local(range(2), 0, (1,), withdrawn=True)}, 1.0)
+    assert leader.requested(1, Met(key(2)), 2.0) == [Answer(1, Outcome(key(2), replicated=False))]
+    assert leader.standing(key(2)) is Standing.UNPROVEN
+
+
+def test_a_restarted_node_finds_what_it_had_withdrawn_and_asks_for_its_word() -> None:
+    node = Replicator(membership(3), 1, keep=1)
+    effects = node.found({key(2): local(range(3), 1, (0,), withdrawn=True)}, 0.0)
+    assert Say(0, Retract(key(2))) in effects  # the agent before it may have said met
+
+
+def test_retracts_of_what_is_withdrawn_keep_no_newer_version_from_being_promised() -> None:
+    node = Replicator(membership(3), 1, keep=0)
+    lost = {key(step): local(range(3), 1, (0,), withdrawn=True) for step in (1, 2, 3)}
+    node.found(lost, 0.0)
+    node.found({**lost, key(4): local(range(3), 1, (0, 1))}, 1.0)
+    assert Say(0, Met(key(4))) in node.replied(2, Held(key(4)), 2.0)
+
+
+def test_who_may_have_a_good_copy() -> None:
+    node = Replicator(membership(4, copies=2), 1, keep=1)
+    node.found({key(1): local(range(4), 1, (0, 1, 3)), key(2): Local(1, (), (), frozenset(), False)}, 0.0)
+    home = node.membership.holders(1)
+    assert node.sources_of(key(1), name(1)) == home
+    assert set(node.sources_of(key(1), name(0)) or ()) == {0, *node.membership.holders(0)} - {1}
+    assert node.sources_of(key(2), name(0)) is None  # another number of ranks wrote it
+    assert node.sources_of(key(3), name(0)) is None
+    assert set(node.sources_of(key(1), ".metadata") or ()) == node.membership.neighbours(1)
+    alone = Replicator(membership(1, copies=0), 0, keep=1)
+    alone.found({key(1): local(range(1), 0, (0,))}, 0.0)
+    assert alone.sources_of(key(1), name(0)) == ()

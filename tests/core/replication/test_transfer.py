@@ -205,8 +205,32 @@ def test_a_chunk_that_no_source_has_right_fails_by_name_after_all_attempts():
         "step 7: rank00003-0.safetensors, chunk 5 (node 1: 5 failed attempts, last: wrong checksum; "
         "node 2: 5 failed attempts, last: wrong checksum)"
     )
+    assert transfer.is_lost
     assert transfer.requests(0) == []
     assert credit.in_flight(1) == credit.in_flight(2) == 0
+
+
+@pytest.mark.parametrize(
+    ("of_the_first", "is_lost"),
+    [("wrong", True), ("no-object", True), ("no-version", True), ("unknown-node", False), ("silent", False)],
+)
+def test_an_object_is_lost_only_if_every_source_says_so(of_the_first, is_lost):
+    transfer = transfer_of(want_of(mib=1))
+    now_s = 0.0
+    while transfer.failed is None:
+        for ask in transfer.requests(now_s):
+            if ask.source == 2 or of_the_first == "wrong":
+                take(transfer, ask, ok=False)
+            elif of_the_first != "silent":
+                transfer.refused(ask.request, of_the_first)
+        now_s += limits.REQUEST_TIMEOUT_S / 2
+        transfer.expire(now_s)
+    assert transfer.is_lost == is_lost
+
+
+def test_an_object_without_a_source_is_lost():
+    transfer = transfer_of(want_of(mib=1, sources=()))
+    assert transfer.failed is not None and transfer.is_lost
 
 
 def test_an_object_that_nobody_holds_fails_at_once():

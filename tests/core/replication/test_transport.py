@@ -652,6 +652,7 @@ def warnings(caplog, level=logging.WARNING):
     return [record.getMessage() for record in caplog.records if record.levelno == level]
 
 
+@pytest.mark.fault(37)
 def test_a_stranger_who_knows_the_public_key_gets_nothing_and_is_logged_once(world, stranger_to, caplog):
     membership, one, _ = world.start(2)
     for _ in range(3):
@@ -676,6 +677,7 @@ def test_a_stranger_with_other_keys_gets_nothing_and_is_logged_once(world, stran
     assert len([text for text in warnings(caplog) if "does not speak CURVE" in text]) == 1
 
 
+@pytest.mark.fault(37)
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
@@ -746,6 +748,7 @@ def test_a_hello_said_again_gets_the_same_welcome(world, stranger_to):
     assert len(one.transport._guests.by_session) == len(one.transport._guests.by_identity) == 1
 
 
+@pytest.mark.fault(37)
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_forged_sessions_get_nothing(world, stranger_to, caplog, encrypt):
     _, one, two = world.start(2, encrypt=encrypt)
