@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -137,13 +138,13 @@ def a_marker_is_left_by_who_takes_back() -> None:
 
 
 def a_descriptor_is_forgotten() -> None:
-    def open_regular(path: str) -> int:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        if not objects.stat.S_ISREG(os.fstat(fd).st_mode):
+    def open_file(root: str, path: str) -> int:
+        fd = os.open(f"{root}/{path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError("it is not a regular file")
         return fd
 
-    objects._open_regular = open_regular
+    objects.open_file = open_file  # type: ignore[assignment]
 
 
 def publish_manifest_before_blobs() -> None:

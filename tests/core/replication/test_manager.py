@@ -400,7 +400,9 @@ def run_cycles(cycles: int, settled: int) -> None:
         nodes.check()
     for (fds, threads, rss, tmpfs), (fds_, threads_, rss_, tmpfs_) in zip(before, after, strict=True):
         assert fds_ <= fds + 4 and threads_ <= threads, (before, after)
-        assert rss_ <= rss + KIB and tmpfs_ <= tmpfs + 64, (before, after)
+        assert rss_ <= rss + KIB, (before, after)
+        # Three buffers for the node's own objects and three for its copies are what keep=1 allows.
+        assert tmpfs_ <= max(tmpfs, 2 * 3 * (64 + 4)) + 64, (before, after)
 
 
 def test_nothing_grows_over_200_versions() -> None:
