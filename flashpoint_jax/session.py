@@ -25,7 +25,7 @@ from flashpoint.ids import CheckpointContainerId, CheckpointObjectId
 from flashpoint.job import open_job
 from flashpoint.loader import MLFlashpointCheckpointLoader
 from flashpoint.located import ItemFolder
-from flashpoint.manifest import CommitRecord, decode_record
+from flashpoint.manifest import MANIFEST_NAME, CommitRecord, decode_record
 from flashpoint.markers import is_live, marker_name
 from flashpoint.objects import CheckpointObjectManager
 from flashpoint.saver import MLFlashpointCheckpointSaver, PendingCheckpoint, StagedObject
@@ -45,6 +45,7 @@ WRITER_NAME: Final = f"flashpoint_jax, jax {jax.__version__}, orbax-checkpoint {
 
 _DIGESTS_MAX: Final = 16
 _REMOVAL_S: Final = 5.0
+_RENAMED_S: Final = 60.0  # Orbax renames a step some milliseconds after its last item is complete
 _SPARE_VERSIONS: Final = 2  # free buffers kept: one for the next save, one for Orbax to be late in deleting
 
 
@@ -174,7 +175,7 @@ class Session:
         """
         objects = CheckpointObjectManager(self.root, rank=rank, config=self.config, create=False)
         for container in unfinished_items(self.root):
-            if is_live(f"{self.root}/{marker_name(container, rank)}"):
+            if is_live(f"{self.root}/{marker_name(container, rank)}") or _is_about_to_be_renamed(container):
                 continue
             names = [name for name in _names_in(container.path) if _is_left_to(rank, world_size, name)]
             if container.step == first.step:
@@ -296,6 +297,18 @@ class Session:
 def _folder(pending: PendingCheckpoint) -> ItemFolder:
     assert isinstance(pending.container, ItemFolder)
     return pending.container
+
+
+def _is_about_to_be_renamed(container: ItemFolder) -> bool:
+    """Whether an item became complete so lately that another program's Orbax may be at its last step, the rename.
+
+    Its marker is gone by then. What a crash left at this very moment is debris for the next start.
+    """
+    try:
+        written_s = os.stat(f"{container.path}/{MANIFEST_NAME}").st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return time.time() - written_s < _RENAMED_S
 
 
 def _names_in(folder: str) -> list[str]:

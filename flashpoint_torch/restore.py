@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from flashpoint.buffers import BufferObject
 from flashpoint.errors import FlashpointError, MismatchError
@@ -114,11 +116,21 @@ class Restore:
         if self._planned:
             return
         with gc_paused():
-            self._completed = complete_from(self._view, self._resolved)
+            self._completed = complete_from(self._view, self._resolved, self._parameters())
             self._plan, self._leaves = self._plans.plan(self._resolved)
             if not self._plan.stores_all:
                 self._plan = StatePlan(self._resolved, for_loading=True)
         self._planned = True
+
+    def _parameters(self) -> dict[Path, torch.Tensor]:
+        """Where an optimizer's state has a parameter's -> the parameter."""
+        found: dict[Path, torch.Tensor] = {}
+        for key in self._stateful:
+            optimizer = self._state[key]
+            if isinstance(optimizer, torch.optim.Optimizer):
+                params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+                found |= {(key, "state", (number,)): param for number, param in enumerate(params)}
+        return found
 
     def undo(self) -> None:
         """Empty again what was empty: the state will not be filled."""
@@ -192,11 +204,17 @@ class Restore:
         return loaded
 
 
-def complete_from(view: CheckpointView, state: dict[str, Any]) -> list[dict[Any, Any]]:
+def complete_from(
+    view: CheckpointView, state: dict[str, Any], parameters: Mapping[Path, torch.Tensor]
+) -> list[dict[Any, Any]]:
     """Give every empty mapping in the state what the version holds there; returns those that got something.
 
     A fresh optimizer's ``state_dict()`` has no state yet: it must not keep the saved one from coming back.
-    Tensors are made here, on the CPU and whole, and filled with the rest; ``load_state_dict`` moves them.
+    Tensors are made here and filled with the rest. What belongs to a sharded parameter is sharded as that is, or the
+    optimizer could not use it; else it is on the CPU and whole, and ``load_state_dict`` moves it.
+
+    Args:
+        parameters: of the state's optimizers, by the path of their state.
     """
     empty = list(Skeleton(state).empty_mappings(state))
     if not empty:
@@ -212,19 +230,22 @@ def complete_from(view: CheckpointView, state: dict[str, Any]) -> list[dict[Any,
         depth = len(prefix)
         for name, path in paths.items():
             if len(path) > depth and path[:depth] == prefix:
-                put(mapping, path[depth:], _blank(view, name))
+                put(mapping, path[depth:], _blank(view, name, parameters.get(path[:-1])))
         if mapping:
             completed.append(mapping)
     return completed
 
 
-def _blank(view: CheckpointView, name: str) -> torch.Tensor | None:
+def _blank(view: CheckpointView, name: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
     """A tensor like the stored one, to be filled; None for a value, to be replaced."""
     found = preferred_entries(view.manifest, name, view.rank)
     entry = view.entry(*found[0]) if found else None
     if entry is None or entry.codec:
         return None
-    return torch.empty(entry.whole_shape, dtype=TORCH_DTYPES[entry.dtype])
+    dtype = TORCH_DTYPES[entry.dtype]
+    if isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(entry.whole_shape):
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    return torch.empty(entry.whole_shape, dtype=dtype)
 
 
 def decode_object(view: CheckpointView, record: ObjectRecord, index: int, *, allow_pickle: bool) -> Any:

@@ -11,9 +11,8 @@ import msgspec
 from flashpoint.cli.agents import Heard
 from flashpoint.cli.versions import COMPLETE, StoredVersion
 from flashpoint.ids import CheckpointObjectId
-from flashpoint.replication.manager import OPEN
 from flashpoint.replication.membership import Membership
-from flashpoint.replication.orders import VersionReport
+from flashpoint.replication.orders import OPEN, VersionReport
 from flashpoint.replication.placement import Slot
 from flashpoint.replication.what_if import Aftermath, losses, what_if
 from flashpoint.retention import Version

@@ -66,7 +66,6 @@ from flashpoint.telemetry import count, logger
 LOOK_S: Final = 0.5  # between two looks at the job root, when nobody tells of a new version
 TICK_S: Final = 0.1
 TICK_BUSY_S: Final = 0.02
-OPEN: Final = "open"
 _REPAIR_S: Final = 3600.0
 _LOGGED_MAX: Final = 1_024  # things that were said once and are not said again
 
@@ -257,7 +256,7 @@ class ReplicationManager:
             self._last_asked_s = now_s
             self._on_order(event.connection, event.data)
         elif isinstance(event, Opened):
-            self._peers[event.index] = OPEN
+            self._peers[event.index] = orders.OPEN
             for acquisition in self._acquisitions:
                 if acquisition.transfer is not None:
                     acquisition.transfer.back(event.index)
@@ -340,7 +339,7 @@ class ReplicationManager:
             complete_step=max(complete, default=-1),
             replicated_step=max(replicated, default=-1),
             drained_step=drained.step if drained is not None else -1,
-            peers=Counter(state == OPEN for state in self._peers.values()),
+            peers=Counter(state == orders.OPEN for state in self._peers.values()),
         )
 
     def _offer_to_storage(self) -> None:
@@ -528,7 +527,7 @@ class ReplicationManager:
     def _begin(self, acquisition: Acquisition) -> None:
         """Connect to those sources of a new transfer that are not connected yet. Others are asked meanwhile."""
         assert acquisition.transfer is not None
-        for index in acquisition.sources - {i for i, state in self._peers.items() if state == OPEN}:
+        for index in acquisition.sources - {i for i, state in self._peers.items() if state == orders.OPEN}:
             acquisition.transfer.lost(index)
             self._transport.greet(index)
 

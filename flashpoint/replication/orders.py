@@ -18,6 +18,7 @@ from flashpoint.replication.keys import JobKeys
 from flashpoint.replication.membership import Membership
 from flashpoint.replication.messages import Count, Index, Key, ObjectName
 
+OPEN: Final = "open"  # of a peer: there is a connection
 ORDER_BYTES_MAX: Final = 64 << 20  # a membership of the largest job is some MiB
 
 Chunks = Annotated[tuple[Count, ...], Meta(max_length=limits.CHUNKS_MAX)]
@@ -201,7 +202,11 @@ class VersionReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Report(Order, frozen=True, tag="report"):
-    """The answer to `Inquire`."""
+    """The answer to `Inquire`.
+
+    Attributes:
+        peers: node index -> `OPEN`, or why it cannot be reached.
+    """
 
     versions: tuple[VersionReport, ...]
     peers: dict[int, str]

@@ -211,6 +211,23 @@ def test_a_step_that_a_crash_cut_off_is_saved_again(job_root: str, monkeypatch: 
         assert np.array_equal(m.restore(1)["w"], np.arange(9))
 
 
+def test_what_another_program_is_about_to_rename_is_not_taken_for_debris(job_root: str) -> None:
+    """An item is complete, its marker gone, and its step not renamed yet: alive a moment ago, or dead for a while."""
+    age_s = {1: 0.0, 2: 3600.0}
+    for step, age in age_s.items():
+        folder = Path(job_root, f"{step}.orbax-checkpoint-tmp", "default.orbax-checkpoint-tmp")
+        folder.mkdir(parents=True)
+        for name in (".metadata", "rank00000-0.safetensors"):
+            (folder / name).write_bytes(b"x")
+            os.utime(folder / name, (time.time() - age, time.time() - age))
+    with ocp.CheckpointManager(job_root, handler_registry=flashpoint_jax.registry()) as m:
+        m.save(3, args=ocp.args.StandardSave({"w": np.arange(9)}))
+        m.wait_until_finished()
+    left = {path.parts[-3]: path.name for path in Path(job_root).glob("*-tmp/*/.metadata")}
+    assert left == {"1.orbax-checkpoint-tmp": ".metadata"}
+    assert not list(Path(job_root).glob("2.*/*/rank*"))
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("world_size", "kills"), [(1, 140), (2, 60)])

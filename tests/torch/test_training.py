@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -240,6 +241,29 @@ def module_and_optimizer(make: Callable[[], tuple[nn.Module, torch.optim.Optimiz
         fresh.step()
         for a, b in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(a, b)
+
+
+def sharded_module_and_optimizer(job_root: str) -> list[str]:
+    """Losses of six steps; or of the last three, where there are three to go on from."""
+    trainer = Trainer("fsdp", seed=dist.get_world_size())
+    state = {"model": trainer.model, "optimizer": trainer.optimizer, "step": 0}
+    with fpt.init(job_root) as fp:
+        if fp.recover(state) is None:
+            first = trainer.train(3)
+            assert fp.save(state | {"step": 3}, 3).error is None
+            return first + trainer.train(6)
+    trainer.step = state["step"]
+    assert all(isinstance(s["exp_avg"], DTensor) for s in trainer.optimizer.state.values())
+    return trainer.train(6)
+
+
+def test_a_sharded_module_and_its_fresh_optimizer_as_they_are(workers: Workers, job_root: str) -> None:
+    losses = workers.run(2, sharded_module_and_optimizer, job_root)
+    assert workers.run(2, sharded_module_and_optimizer, job_root) == [one[3:] for one in losses]
+    # Over another number of ranks sums are rounded otherwise: it is the same training, but for the last bits.
+    (other,) = workers.run(1, sharded_module_and_optimizer, job_root)
+    mean = [sum(map(float.fromhex, step)) / 2 for step in zip(*(one[3:] for one in losses), strict=True)]
+    assert [float.fromhex(loss) for loss in other] == pytest.approx(mean, rel=1e-4)
 
 
 def adamw() -> tuple[nn.Module, torch.optim.Optimizer]:
