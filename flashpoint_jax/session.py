@@ -175,7 +175,8 @@ class Session:
         """
         objects = CheckpointObjectManager(self.root, rank=rank, config=self.config, create=False)
         for container in unfinished_items(self.root):
-            if is_live(f"{self.root}/{marker_name(container, rank)}") or _is_about_to_be_renamed(container):
+            marker = f"{self.root}/{marker_name(container, rank)}"
+            if is_live(marker) or (not os.path.lexists(marker) and _is_about_to_be_renamed(container)):
                 continue
             names = [name for name in _names_in(container.path) if _is_left_to(rank, world_size, name)]
             if container.step == first.step:
@@ -302,7 +303,8 @@ def _folder(pending: PendingCheckpoint) -> ItemFolder:
 def _is_about_to_be_renamed(container: ItemFolder) -> bool:
     """Whether an item became complete so lately that another program's Orbax may be at its last step, the rename.
 
-    Its marker is gone by then. What a crash left at this very moment is debris for the next start.
+    Its marker is gone by then, where a crash before leaves it. What a crash left at this very moment is debris for
+    the next start.
     """
     try:
         written_s = os.stat(f"{container.path}/{MANIFEST_NAME}").st_mtime

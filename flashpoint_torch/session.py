@@ -353,7 +353,10 @@ class Flashpoint:
         self._last = handle
 
     def _submit(self, handle: SaveHandle | None, work: Callable[[], None]) -> None:
+        submitted_s = time.perf_counter()
+
         def run() -> None:
+            trace.record("wait for the background", submitted_s, time.perf_counter())
             try:
                 work()
             except Exception as error:  # the thread lives on: the next save may well succeed

@@ -46,26 +46,36 @@ def test_the_spans_of_a_save_add_up_to_its_time(job_root: str, tmp_path: Path) -
     names = {event["name"] for event in events}
     assert {"plan", "acquire buffer", "copy", "seal", "gather votes", "write manifest", "finalize"} <= names
     assert {"agree on candidates", "open and verify", "find", "fill", "recover"} <= names
+    begun, ended = (_of(events, "wait for the background", kind) for kind in "be")
+    waits = [(one["ts"], other["ts"]) for one, other in zip(begun, ended, strict=True)]
     shares = []
     for begin, end in zip(_of(events, "save", "b"), _of(events, "save", "e"), strict=True):
-        inside = [
-            e for e in events if e["ph"] == "X" and begin["ts"] <= e["ts"] and _end(e) <= end["ts"] + 50
+        inside = [e for e in events if e["ph"] == "X" and begin["ts"] <= e["ts"] <= end["ts"]]
+        parts = [
+            (e["ts"], _end(e)) for e in inside if e["name"] in ("save: training waits", "write", "commit")
         ]
-        parts = [e for e in inside if e["name"] in ("save: training waits", "write", "commit")]
         assert len(parts) == 3
-        shares.append(sum(e["dur"] for e in parts) / (end["ts"] - begin["ts"]))
+        # Training may go on a moment after the background began: what two parts cover counts once.
+        shares.append(_covered([*parts, *waits], begin["ts"], end["ts"]) / (end["ts"] - begin["ts"]))
         stage = next(e for e in inside if e["name"] == "stage")
-        assert (
-            sum(e["dur"] for e in inside if e["name"] in ("plan", "acquire buffer", "copy")) <= stage["dur"]
-        )
-    # Between the parts, a thread takes over: on a busy machine it may have to wait for a core.
+        within = [e["dur"] for e in inside if e["name"] in ("plan", "acquire buffer", "copy")]
+        assert sum(within) <= stage["dur"]
     assert len(shares) == 5
-    assert max(shares) > 0.95
-    assert all(share <= 1.001 for share in shares)
+    assert max(shares) > 0.95  # on a busy machine a thread may lose its core between two of them
 
 
 def _of(events: list[dict[str, Any]], name: str, kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["name"] == name and event["ph"] == kind]
+
+
+def _covered(spans: list[tuple[float, float]], begin: float, end: float) -> float:
+    """How much of the time from ``begin`` to ``end`` lies in one of the spans."""
+    covered, reached = 0.0, begin
+    for one, other in sorted(spans):
+        one, other = max(one, reached), min(other, end)
+        covered += max(other - one, 0.0)
+        reached = max(reached, other)
+    return covered
 
 
 def _end(event: dict[str, Any]) -> float:
